@@ -1,0 +1,70 @@
+"""TorchSlicer: cut a PyTorch model into stages and train it end to end, exactly as if it were whole."""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "torchslicer needs PyTorch, which it does not install for you because the right build depends on your hardware. "
+        "Install it first: 'pip install torch', or see https://pytorch.org/get-started for GPU builds"
+    ) from error
+
+from torchslicer.api import SlicedModel, slice
+from torchslicer.callbacks import TrainingCallback
+from torchslicer.config import RunConfig
+from torchslicer.errors import (
+    CallbackError,
+    ConfigError,
+    DataError,
+    NonFiniteLossError,
+    RunError,
+    ScheduleError,
+    SliceError,
+    StageError,
+    TorchSlicerError,
+    TraceError,
+    UserError,
+    VerificationError,
+)
+from torchslicer.graph.auxloss import add_aux_loss
+from torchslicer.graph.stages import (
+    AuxInputStage,
+    BlockStage,
+    CausalLMHeadStage,
+    GPT2EmbedStage,
+    MoEBlockStage,
+    SimpleEmbedStage,
+)
+from torchslicer.partition import Plan, register_strategy
+
+__version__ = "0.3.0"
+
+__all__ = [
+    "AuxInputStage",
+    "BlockStage",
+    "CallbackError",
+    "CausalLMHeadStage",
+    "ConfigError",
+    "DataError",
+    "GPT2EmbedStage",
+    "MoEBlockStage",
+    "NonFiniteLossError",
+    "Plan",
+    "RunConfig",
+    "RunError",
+    "ScheduleError",
+    "SimpleEmbedStage",
+    "SliceError",
+    "SlicedModel",
+    "StageError",
+    "TorchSlicerError",
+    "TraceError",
+    "TrainingCallback",
+    "UserError",
+    "VerificationError",
+    "__version__",
+    "add_aux_loss",
+    "register_strategy",
+    "slice",
+]

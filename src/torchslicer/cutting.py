@@ -1,0 +1,199 @@
+"""From a model and what the user asked for to a verified cut.
+
+A cut is made when `slice` is called, from the model alone or with example inputs. The first batch of a run is looked
+at before anything is trained: if it brings other inputs than the cut was made for, or training flags have changed,
+the cut is made again; then graph and model are compared on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchslicer.errors import ConfigError, SliceError, TraceError
+from torchslicer.executors.base import Cut
+from torchslicer.graph.fx import input_names, required_inputs
+from torchslicer.graph.model import ModelGraph
+from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evaluation, trace_modes, training_flags
+from torchslicer.graph.pack import Pack, packed_inputs
+from torchslicer.graph.trace import trace
+from torchslicer.partition import Plan, UnitCosts, build_plan, cuts_from_names, resolve_strategy, static_costs
+from torchslicer.pipeline.batch import BatchReader
+from torchslicer.pipeline.effects import analyse
+from torchslicer.pipeline.measure import Measured, measure
+from torchslicer.pipeline.verify import verify
+
+logger = logging.getLogger("torchslicer.cutting")
+
+_NEEDS_MEASUREMENT = ("time", "memory")
+
+
+@dataclass(frozen=True)
+class CutRequest:
+    """How the user wants the model cut (see `torchslicer.slice`)."""
+
+    strategy: Any = "uniform"
+    num_stages: int | None = None
+    cuts: tuple[str, ...] | None = None
+    pack: Pack | None = None
+    devices: tuple[str, ...] = ()
+    verify: bool = True
+
+
+class Cutter:
+    """Holds the current cut of a model and renews it when a batch asks for that."""
+
+    def __init__(self, model: nn.Module, request: CutRequest, example: Any = None) -> None:
+        _check_ready(model)
+        self.model = unwrapped(model)
+        self.request = request
+        self.strategy, self.strategy_name = resolve_strategy(request.strategy)
+        self.given: tuple[str, ...] | None = None
+        self.checked = False
+        self.measured: Measured | None = None
+        inputs = None if example is None else dict(self.reader(None).read_inputs(example).inputs)
+        if inputs is not None:
+            self.given = tuple(inputs)
+        self._make(inputs)
+
+    @property
+    def graphs(self) -> ModeGraphs:
+        """The graphs of both modes."""
+        return self.cut.graphs
+
+    def reader(self, target_key: str | None) -> BatchReader:
+        """Return a reader for batches of this model."""
+        if self.request.pack is None:
+            return BatchReader(input_names(self.model), required_inputs(self.model), target_key=target_key)
+        names = packed_inputs(list(self.request.pack(self.model)), None)
+        return _PackedReader(self.model, names, target_key)
+
+    def look_at(self, inputs: Mapping[str, Any]) -> None:
+        """Make sure, on the inputs of a first batch, that the cut fits them and computes what the model computes.
+
+        Raises:
+            SliceError: It does not.
+        """
+        if tuple(inputs) != self.given and set(inputs) != {entry.name for entry in self.graphs.training.inputs}:
+            logger.info("cutting again for the inputs %s", list(inputs))
+            self.given = tuple(inputs)
+            self._make(inputs)
+        elif self.graphs.flags != training_flags(self.model):
+            logger.info("cutting again, since training flags have changed")
+            self._make(inputs)
+        if not self.checked:
+            graphs = self._checked_graphs(self.graphs, inputs)
+            self._set(graphs, self.plan.unit_starts[1:])
+            self.checked = True
+
+    def _make(self, inputs: Mapping[str, Any] | None) -> None:
+        graphs = trace_modes(self.model, lambda: self._trace(inputs))
+        self.checked = False
+        if inputs is not None:
+            graphs = self._checked_graphs(graphs, inputs)
+            self.checked = True
+        self._set(graphs, self._starts(graphs.training, inputs))
+
+    def _trace(self, inputs: Mapping[str, Any] | None) -> ModelGraph:
+        return trace(self.model, pack=self.request.pack, example=inputs, given=self.given)
+
+    def _checked_graphs(self, graphs: ModeGraphs, inputs: Mapping[str, Any]) -> ModeGraphs:
+        """Verify both graphs and take account of what they change in place."""
+        comparable = self.request.verify and graphs.training.source not in ("pack", "whole")
+        if comparable:
+            verify(graphs.training, inputs, gradients=True)
+        training = analyse(graphs.training, inputs)
+        with evaluation_mode(self.model):
+            if comparable:
+                verify(graphs.evaluation, inputs, gradients=False)
+            evaluation = analyse(graphs.evaluation, inputs)
+        return ModeGraphs(training, evaluation, graphs.flags)
+
+    def _starts(self, graph: ModelGraph, inputs: Mapping[str, Any] | None) -> tuple[int, ...]:
+        if self.request.cuts is not None:
+            self.strategy_name = "cuts"
+            return cuts_from_names(graph, self.request.cuts, self.request.num_stages)
+        num_stages = 2 if self.request.num_stages is None else self.request.num_stages
+        if graph.source == "whole" and num_stages > 1:
+            raise TraceError(_untraceable(graph, num_stages))
+        self.measured = measure(graph, inputs) if inputs is not None and self._wants_measurement() else None
+        return self.strategy(graph, num_stages, self._costs(graph))
+
+    def _wants_measurement(self) -> bool:
+        return self.strategy_name in _NEEDS_MEASUREMENT or callable(self.request.strategy)
+
+    def _costs(self, graph: ModelGraph) -> UnitCosts:
+        costs = static_costs(graph)
+        if self.measured is None:
+            return costs
+        return UnitCosts(self.measured.time_s, costs.parameter_bytes, self.measured.activation_bytes)
+
+    def _set(self, graphs: ModeGraphs, starts: Sequence[int]) -> None:
+        measured = self.measured
+        if measured is not None and len(measured.time_s) != len(graphs.training.units):
+            measured = None
+        self.plan: Plan = build_plan(
+            graphs.training,
+            starts,
+            strategy=self.strategy_name,
+            costs=None if measured is None else self._costs(graphs.training),
+            devices=_checked_devices(self.request.devices),
+            value_bytes=measured.value_bytes if measured else {},
+        )
+        stage_of = tuple(
+            stage.index for stage in self.plan.stages for _ in range(stage.first_unit, stage.last_unit + 1)
+        )
+        devices = tuple(stage.device for stage in self.plan.stages)
+        self.cut = Cut(graphs, stage_of, stages_of_evaluation(graphs, stage_of), devices)
+
+
+class _PackedReader(BatchReader):
+    """Reads batches for packed stages, whose inputs are known only when a batch names them."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], target_key: str | None) -> None:
+        known = dict.fromkeys((*names, *input_names(model)))
+        super().__init__(tuple(known), tuple(names[:1]), target_key=target_key)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside wrappers that only drive it (DataParallel, torch.compile)."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _check_ready(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise SliceError(f"parameter '{name}' has no shape yet (a lazy module); run the model on a batch first")
+
+
+def _untraceable(graph: ModelGraph, num_stages: int) -> str:
+    attempts = "\n".join(f"  - {attempt}" for attempt in graph.attempts)
+    return (
+        f"{type(graph.model).__name__} cannot be cut into {num_stages} stages, since its forward pass cannot be "
+        f"traced:\n{attempts}\nWays out: pass example= (a batch) so that torch.export can try; move what cannot be "
+        "traced into a submodule, which is then kept whole; or give the stages yourself with pack=lambda model: [...]"
+    )
+
+
+def _checked_devices(devices: Sequence[str]) -> tuple[str, ...]:
+    for name in devices:
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"devices: {name!r} is no device ({error})") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"devices: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA device(s)"
+            )
+    return tuple(str(name) for name in devices)

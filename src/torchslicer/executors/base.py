@@ -1,0 +1,85 @@
+"""What an executor is: it turns "run this step" into work for its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchslicer.graph.modes import ModeGraphs
+from torchslicer.pipeline.batch import Batch
+from torchslicer.pipeline.criterion import Criterion
+from torchslicer.pipeline.optimizers import OptimizerSpec, SchedulerSpec
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a run trains. Everything in it has been checked.
+
+    ``accumulate`` is the number of batches in a step; ``num_microbatches`` the number of pieces of each batch.
+    """
+
+    optimizer: OptimizerSpec
+    criterion: Criterion
+    scheduler: SchedulerSpec | None = None
+    schedule: str = "gpipe"
+    num_microbatches: int = 1
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    recompute: str = "never"
+    batch_norm: str = "per_microbatch"
+    mixed_precision: bool = False
+    seed: int = 0
+    shared_inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model and where it is cut: the graphs, and for each unit of each the stage that it belongs to."""
+
+    graphs: ModeGraphs
+    stage_of: tuple[int, ...]
+    evaluation_stage_of: tuple[int, ...]
+    devices: tuple[str, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.stage_of[-1] + 1
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave. ``grad_norm`` is the norm over all stages before clipping, None without clipping."""
+
+    loss: float
+    samples: int
+    lr: float
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Outputs of a batch, and its loss where a criterion was given."""
+
+    output: Any
+    loss: float | None = None
+
+
+class Executor(Protocol):
+    """Runs a cut model. Calls come in this order: ``setup``, then steps and epochs, then ``teardown``."""
+
+    def setup(self, cut: Cut, options: TrainingOptions) -> None:
+        """Get ready to train."""
+
+    def train_step(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Run one optimizer step on *batches* (several when gradients are accumulated)."""
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Advance schedulers that step once an epoch."""
+
+    def teardown(self) -> None:
+        """Release everything; the model holds the trained weights."""
+
+    def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
+        """Run a batch in evaluation mode without changing any state."""

@@ -1,0 +1,83 @@
+"""A model in its two modes: training as the user has set the flags, evaluation with all flags off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchslicer.errors import SliceError
+from torchslicer.graph.model import ModelGraph
+
+Flags = tuple[bool, ...]
+
+
+def training_flags(model: nn.Module) -> Flags:
+    """Return the ``training`` flag of every module, in the model's order."""
+    return tuple(module.training for module in model.modules())
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode for a while, and each flag back afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@dataclass(frozen=True)
+class ModeGraphs:
+    """The graphs of a model: ``training`` (for the flags that it was traced under) and ``evaluation``.
+
+    They differ where the forward pass asks for ``self.training``.
+    """
+
+    training: ModelGraph
+    evaluation: ModelGraph
+    flags: Flags
+
+
+def trace_modes(model: nn.Module, trace: Callable[[], ModelGraph]) -> ModeGraphs:
+    """Trace *model* as it is and in evaluation mode."""
+    training = trace()
+    with evaluation_mode(model):
+        evaluation = trace()
+    return ModeGraphs(training, evaluation, training_flags(model))
+
+
+def stages_of_evaluation(graphs: ModeGraphs, stage_of: Sequence[int]) -> tuple[int, ...]:
+    """Return the stage of each unit of the evaluation graph, given those of the training graph.
+
+    A unit with parameters runs where the training graph has them; operations without run as early as their
+    arguments allow.
+
+    Raises:
+        SliceError: The evaluation graph uses its modules in an order that the cut does not allow.
+    """
+    home = {name: stage_of[unit.index] for unit in reversed(graphs.training.units) for name in unit.parameters}
+    named = {unit.name: stage_of[unit.index] for unit in reversed(graphs.training.units)}
+    graph, stages = graphs.evaluation, []
+    if _same_units(graphs):
+        return tuple(stage_of)
+    for unit in graph.units:
+        wanted = [home[name] for name in unit.parameters if name in home and name not in graphs.training.shared]
+        wanted = wanted or ([named[unit.name]] if unit.name in named else [])
+        before = stages[-1] if stages else 0
+        stage = max(wanted[0] if wanted else before, before)
+        if wanted and stage != wanted[0]:
+            raise SliceError(
+                f"in evaluation mode '{unit.name}' runs after later stages, which the cut does not allow; choose other "
+                "cuts, or give a pack function"
+            )
+        stages.append(stage)
+    return tuple(stages)
+
+
+def _same_units(graphs: ModeGraphs) -> bool:
+    return [unit.name for unit in graphs.training.units] == [unit.name for unit in graphs.evaluation.units]

@@ -1,0 +1,114 @@
+"""Measure what each unit costs: time of forward and backward, bytes kept for the backward pass, bytes it hands on.
+
+Every unit becomes a stage of its own, and one batch goes through; the model, its gradients, its buffers and the
+caller's random state are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchslicer.graph.model import ModelGraph
+from torchslicer.pipeline.buffers import preserved_buffers
+from torchslicer.pipeline.parameters import ParameterTable
+from torchslicer.pipeline.rng import preserved_rng
+from torchslicer.pipeline.runtime import Runtime
+from torchslicer.pipeline.stage import Stage, StageOptions, Work, find_routes
+from torchslicer.schedule import Action, ActionKind
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs by unit, and the size of every value that units hand on."""
+
+    time_s: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    value_bytes: dict[str, int]
+
+
+class _SumOfOutputs:
+    """Stands in for a loss: every output takes a gradient."""
+
+    def weighted_loss(self, output: Any, target: Any, share: float) -> torch.Tensor:
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        return sum((leaf.float().mean() for leaf in leaves), torch.zeros(()))
+
+
+def measure(graph: ModelGraph, inputs: Mapping[str, Any], *, repeats: int = 3) -> Measured:
+    """Run a batch through *graph*, unit by unit, and take the quickest of *repeats* (after one to warm up).
+
+    Args:
+        graph: The graph in training mode.
+        inputs: One batch, by input name.
+        repeats: How often to measure.
+    """
+    count = len(graph.units)
+    with preserved_rng(), preserved_buffers(graph.model), _preserved_gradients(graph):
+        table = ParameterTable(graph, range(count), [_CPU] * count)
+        routes = find_routes(graph, range(count))
+        options = StageOptions(loss=_SumOfOutputs())
+        stages = {i: Stage(i, graph, range(count), routes, bind=table.bind, options=options) for i in range(count)}
+        runtime = Runtime(stages)
+        work = [Work(0, inputs)]
+        values: dict[str, int] = {}
+        activations = tuple(_forward_with_bytes(graph, runtime, work, values))
+        _timed_backward(runtime, work)
+        rounds = [_one_round(runtime, work) for _ in range(max(repeats, 1))]
+    return Measured(tuple(min(times) for times in zip(*rounds, strict=True)), activations, values)
+
+
+@contextlib.contextmanager
+def _preserved_gradients(graph: ModelGraph) -> Iterator[None]:
+    gradients = {name: parameter.grad for name, parameter in graph.parameters.items()}
+    for parameter in graph.parameters.values():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for name, parameter in graph.parameters.items():
+            parameter.grad = gradients[name]
+
+
+def _one_round(runtime: Runtime, work: list[Work]) -> list[float]:
+    forward = [_timed(runtime, ActionKind.F, stage, work) for stage in runtime.stages]
+    backward = _timed_backward(runtime, work)
+    return [a + b for a, b in zip(forward, backward, strict=True)]
+
+
+def _timed_backward(runtime: Runtime, work: list[Work]) -> list[float]:
+    return [_timed(runtime, ActionKind.B, stage, work) for stage in reversed(runtime.stages)][::-1]
+
+
+def _timed(runtime: Runtime, kind: ActionKind, stage: int, work: list[Work]) -> float:
+    started = time.perf_counter()
+    runtime.run((Action(kind, stage, 0),), work)
+    return time.perf_counter() - started
+
+
+def _forward_with_bytes(graph: ModelGraph, runtime: Runtime, work: list[Work], values: dict[str, int]) -> Iterator[int]:
+    """Warm up, and count the storages that autograd saves in each unit, each once and parameters not at all."""
+    seen = {parameter.untyped_storage().data_ptr() for parameter in graph.parameters.values()}
+    for stage in runtime.stages:
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            runtime.run((Action(ActionKind.F, stage, 0),), work)
+        seen.update(saved)
+        for (_, _), packets in runtime.mailbox.packets.items():
+            values.update({graph.nodes[node].name: packet.size_bytes for node, packet in packets.items()})
+        yield sum(saved.values())

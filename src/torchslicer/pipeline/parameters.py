@@ -1,0 +1,125 @@
+"""The parameters of one rank, and how tied ones get their gradient.
+
+A parameter used by several units gets one alias (a leaf on the same storage) per use. Each use accumulates into its
+own alias, and at the step the gradients are added in reverse order of use, which is the order in which autograd adds
+them in the unsplit model. So the bits do not depend on whether the uses share a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchslicer.graph.model import ModelGraph, Node
+from torchslicer.pipeline.interpreter import Call, default_call
+
+
+class ParameterTable:
+    """All parameters that the stages of one rank use.
+
+    Args:
+        graph: The graph that is trained.
+        stage_of: Stage of each unit.
+        devices: Device of each stage.
+    """
+
+    def __init__(self, graph: ModelGraph, stage_of: Sequence[int], devices: Sequence[torch.device]) -> None:
+        self.graph = graph
+        self.stage_of = stage_of
+        self.aliases: dict[str, dict[int, nn.Parameter]] = {
+            name: {unit: self._alias(name, devices[stage_of[unit]]) for unit in units}
+            for name, units in graph.shared.items()
+        }
+        self._names = {id(parameter): name for name, parameter in graph.parameters.items()}
+
+    def _alias(self, name: str, device: torch.device) -> nn.Parameter:
+        main = self.graph.parameters[name]
+        return nn.Parameter(main.detach().to(device), requires_grad=main.requires_grad)
+
+    def owned_by(self, stage: int) -> dict[str, nn.Parameter]:
+        """Parameters that *stage* updates: those whose first use is there, in the model's order."""
+        owner: dict[str, int] = {}
+        for unit in self.graph.units:
+            for name in unit.parameters:
+                owner.setdefault(name, self.stage_of[unit.index])
+        return {name: p for name, p in self.graph.parameters.items() if owner.get(name) == stage}
+
+    def bind(self, node: Node, unit: int) -> Call:
+        """Return what is called for *node* of *unit*, so that tied parameters are reached through their alias."""
+        if node.op == "parameter" and node.target in self.aliases:
+            alias = self.aliases[node.target][unit]
+            return lambda: alias
+        if node.op == "module":
+            module = self.graph.modules[node.target]
+            places = self._tied_places(module, unit)
+            return _WithAliases(module, places) if places else module
+        return default_call(self.graph, node)
+
+    def _tied_places(self, module: nn.Module, unit: int) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        places = []
+        for child in module.modules():
+            for attribute, parameter in child._parameters.items():
+                name = self._names.get(id(parameter))
+                if parameter is not None and name in self.aliases:
+                    places.append((child, attribute, parameter, self.aliases[name][unit]))
+        return places
+
+    def combine_gradients(self) -> None:
+        """Add the gradients of every tied parameter's uses, last use first, into the parameter itself."""
+        for name, uses in self.aliases.items():
+            main = self.graph.parameters[name]
+            total: torch.Tensor | None = None
+            for unit in sorted(uses, reverse=True):
+                gradient, uses[unit].grad = uses[unit].grad, None
+                if gradient is not None:
+                    gradient = gradient.to(main.device)
+                    total = gradient if total is None else total + gradient
+            main.grad = total
+
+    def refresh_aliases(self) -> None:
+        """Copy updated parameters into aliases that live on another device; others share the storage."""
+        for name, uses in self.aliases.items():
+            main = self.graph.parameters[name]
+            for alias in uses.values():
+                if alias.device != main.device:
+                    alias.data.copy_(main.data)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, as ``optimizer.zero_grad()`` does."""
+        for parameter in self.graph.parameters.values():
+            parameter.grad = None
+        for uses in self.aliases.values():
+            for alias in uses.values():
+                alias.grad = None
+
+
+class _WithAliases:
+    """Calls a module with some of its parameters replaced for the time of the call."""
+
+    def __init__(self, module: nn.Module, places: Sequence[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]) -> None:
+        self.module = module
+        self.places = places
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for child, attribute, _, alias in self.places:
+            setattr(child, attribute, alias)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            for child, attribute, original, _ in self.places:
+                setattr(child, attribute, original)
+
+
+def place(graph: ModelGraph, stage_of: Sequence[int], devices: Sequence[torch.device]) -> None:
+    """Move the tensors of every unit to the device of its stage."""
+    owner: dict[str, torch.device] = {}
+    for unit in graph.units:
+        for name in (*unit.parameters, *unit.buffers):
+            owner.setdefault(name, devices[stage_of[unit.index]])
+    tensors: Mapping[str, torch.Tensor] = {**graph.buffers, **graph.parameters}
+    for name, device in owner.items():
+        if tensors[name].device != device:
+            tensors[name].data = tensors[name].data.to(device)

@@ -1,0 +1,126 @@
+"""From what a user passes to ``train`` to checked options: keyword arguments over the configuration over defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchslicer.config import RunConfig
+from torchslicer.errors import ConfigError
+from torchslicer.executors.base import TrainingOptions
+from torchslicer.pipeline.criterion import build_criterion
+from torchslicer.pipeline.optimizers import build_optimizer_spec, build_scheduler_spec
+from torchslicer.schedule import generate
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What ``train`` was asked for; None means not given."""
+
+    epochs: int | None = None
+    mixed_precision: bool | None = None
+    use_gpipe: bool | None = None
+    n_micro_batches: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    scheduler: Any = None
+    max_grad_norm: float | None = None
+    accumulate: int | None = None
+    recompute: str | None = None
+    batch_norm: str | None = None
+    seed: int | None = None
+    target_key: str | None = None
+
+
+_TRAINING = (
+    "epochs", "mixed_precision", "max_grad_norm", "accumulate", "recompute", "batch_norm", "seed", "target_key"
+)  # fmt: skip
+
+
+def resolve_config(settings: TrainSettings, config: RunConfig | None) -> RunConfig:
+    """Return the configuration of a run: *config* (or the defaults) with what was passed to ``train`` put over it.
+
+    Raises:
+        ConfigError: A value is impossible, or two of them contradict each other.
+    """
+    resolved = RunConfig() if config is None else config.model_copy(deep=True)
+    for name in _TRAINING:
+        value = getattr(settings, name)
+        if value is not None:
+            setattr(resolved.training, name, value)
+    _resolve_pipeline(settings, resolved)
+    return resolved
+
+
+def _resolve_pipeline(settings: TrainSettings, resolved: RunConfig) -> None:
+    pipeline = resolved.pipeline
+    count = _one_count(settings)
+    if settings.use_gpipe and settings.schedule not in (None, "gpipe"):
+        raise ConfigError(f"use_gpipe=True contradicts schedule={settings.schedule!r}; give one of them")
+    if settings.use_gpipe is False and settings.schedule is None and (count or 1) > 1:
+        raise ConfigError(f"use_gpipe=False contradicts {count} micro-batches; leave it out, or give schedule=")
+    if settings.use_gpipe is False or settings.schedule is not None:
+        pipeline.use_gpipe = False
+    if settings.use_gpipe is False and settings.schedule is None:
+        pipeline.schedule = None
+    if settings.schedule is not None:
+        pipeline.schedule = settings.schedule
+    if settings.use_gpipe:
+        pipeline.schedule = None
+        pipeline.use_gpipe = True
+    if count is not None:
+        pipeline.n_micro = count
+        if not pipeline.use_gpipe and pipeline.schedule is None and count > 1:
+            pipeline.schedule = "gpipe"
+
+
+def _one_count(settings: TrainSettings) -> int | None:
+    a, b = settings.n_micro_batches, settings.num_microbatches
+    if a is not None and b is not None and a != b:
+        raise ConfigError(f"n_micro_batches={a} contradicts num_microbatches={b}; they are two names for one setting")
+    return a if b is None else b
+
+
+def schedule_of(config: RunConfig) -> tuple[str, int]:
+    """Return the schedule and number of micro-batches that *config* stands for; plain is GPipe with one."""
+    if config.pipeline.use_gpipe:
+        return "gpipe", config.pipeline.n_micro
+    if config.pipeline.schedule is None:
+        return "gpipe", 1
+    return config.pipeline.schedule, config.pipeline.n_micro
+
+
+def build_options(
+    config: RunConfig,
+    *,
+    optimizer: Any,
+    criterion: Any,
+    scheduler: Any,
+    num_stages: int,
+    shared_inputs: tuple[str, ...] = (),
+) -> TrainingOptions:
+    """Build everything that training needs, so that whatever is wrong is said before it starts.
+
+    Raises:
+        ConfigError: An optimizer, criterion, scheduler or schedule is unknown or has impossible parameters.
+    """
+    training = config.training
+    optimizer_spec = build_optimizer_spec(training.optimizer if optimizer is None else optimizer)
+    schedule, num_microbatches = schedule_of(config)
+    generate(schedule, num_stages, num_microbatches)
+    return TrainingOptions(
+        optimizer=optimizer_spec,
+        criterion=build_criterion(training.criterion if criterion is None else criterion),
+        scheduler=build_scheduler_spec(
+            training.scheduler if scheduler is None else scheduler, optimizer=optimizer_spec
+        ),
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        accumulate=training.accumulate,
+        max_grad_norm=training.max_grad_norm,
+        recompute=training.recompute,
+        batch_norm=training.batch_norm,
+        mixed_precision=training.mixed_precision,
+        seed=training.seed,
+        shared_inputs=shared_inputs,
+    )

@@ -1,0 +1,28 @@
+"""Set-up of all tests: PyTorch seeded, leaks reported, Hypothesis without deadlines."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.support import tvshim
+from tests.support.leak_police import leak_police
+
+__all__ = ["leak_police", "seed_torch"]
+
+# Before any test module imports torchvision.
+tvshim.declare()
+
+# Machines are shared: the time of one example says nothing. pytest-timeout stops a test that hangs. In CI the examples
+# are the same each time, so that a change is not blamed for what a new random example finds.
+settings.register_profile("torchslicer", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+settings.load_profile("torchslicer")
+
+
+@pytest.fixture(autouse=True)
+def seed_torch(leak_police: None) -> None:
+    """Give every test the same random numbers, whatever ran before it."""
+    torch.manual_seed(0)
