@@ -4,13 +4,13 @@ from __future__ import annotations
 
 try:
     import torch as _torch  # noqa: F401
-except ImportError as error:
+except ImportError:
     raise ImportError(
-        "torchslicer needs PyTorch, which it does not install for you because the right build depends on your hardware. "
+        "torchslicer needs PyTorch, which it does not install for you: the right build depends on your hardware. "
         "Install it first: 'pip install torch', or see https://pytorch.org/get-started for GPU builds"
-    ) from error
+    ) from None
 
-from torchslicer.api import SlicedModel, slice
+from torchslicer.api import SlicedModel, slice  # noqa: A004 - the library's main function
 from torchslicer.callbacks import TrainingCallback
 from torchslicer.config import RunConfig
 from torchslicer.errors import (

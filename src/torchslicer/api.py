@@ -25,7 +25,7 @@ from torchslicer.metrics import MetricSpec
 from torchslicer.partition import Plan
 from torchslicer.pipeline.batch import Batch, BatchReader
 from torchslicer.pipeline.batchnorm import training_batch_norms
-from torchslicer.pipeline.criterion import build_criterion
+from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
 from torchslicer.pipeline.stage import move
 from torchslicer.progress import ProgressBar
@@ -216,6 +216,8 @@ class SlicedModel:
             shared_inputs=tuple(shared_inputs),
         )
         options.optimizer.check(list(self.model.named_parameters()))
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError("train: no parameter of the model requires a gradient, so there is nothing to train")
         hooks = CallbackList(callbacks or ())
         self._options, self._target_key = options, config.training.target_key
         first_epoch = self._look_at_first_batch(loader, options)
@@ -266,7 +268,7 @@ class SlicedModel:
             ConfigError: There is nothing to compute, or a name is unknown.
             DataError: The loader is empty, or a batch has a form that cannot be used.
         """
-        built = build_criterion(criterion) if criterion is not None else self._options and self._options.criterion
+        built = build_criterion(criterion) if criterion is not None else self._last_criterion()
         if built is None and not metrics:
             raise ConfigError("evaluate: give a criterion or metrics; the model has not been trained with one yet")
         if target_key is not None:
@@ -336,6 +338,9 @@ class SlicedModel:
     def merge(self, device: str | torch.device | None = None) -> nn.Module:
         """Return the trained module, on one device (by default the one of the first stage)."""
         return self.model.to(device or self.plan.stages[0].device)
+
+    def _last_criterion(self) -> Criterion | None:
+        return None if self._options is None else self._options.criterion
 
     def _mixed_precision(self) -> bool:
         return self._options is not None and self._options.mixed_precision

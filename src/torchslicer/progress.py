@@ -36,8 +36,8 @@ class ProgressBar:
             self._close_with(event)
         elif isinstance(event, Evaluated):
             tqdm.write("  evaluation: " + ", ".join(f"{k} {v:.4f}" for k, v in event.metrics.items()), file=sys.stderr)
-        elif isinstance(event, RunEnded) and self._bar is not None:
-            self._bar.close()
+        elif isinstance(event, RunEnded):
+            self._give_up()
 
     def _open(self, epoch: int) -> None:
         self._samples, self._loss = 0, 0.0
@@ -55,6 +55,10 @@ class ProgressBar:
         rate = event.samples / event.duration_s if event.duration_s else 0.0
         self._bar.set_postfix(loss=f"{self._loss / self._samples:.4f}", samples_per_s=f"{rate:.0f}", refresh=False)
         self._bar.update()
+
+    def _give_up(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def _close_with(self, event: EpochEnded) -> None:
         self._bar.close()

@@ -16,12 +16,13 @@ from datetime import datetime, timezone
 from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any
 
 from torchslicer.errors import DataError
 from torchslicer.events import EpochStarted, Event, to_record
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"

@@ -71,7 +71,7 @@ def test_s25_shapes_that_vary_from_batch_to_batch() -> None:
     ]
     case = Case("mean", lambda dropout: Mean(), MLP.batch)
     expected = reference_case(case, SGD, steps=3, batches=batches)
-    assert_same_bits(train_case(case, SGD, n=3, steps=3, batches=batches), expected)
+    assert_same_bits(train_case(case, SGD, n=2, steps=3, batches=batches), expected)
 
 
 class Masked(nn.Module):

@@ -102,7 +102,8 @@ def peak_alive(schedule: str, m: int, **options: Any) -> int:
             return Front(made)
 
     model = nn.Sequential(nn.Linear(16, 16), Front(made), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
-    options = {"slice_options": {"pack": list, "cuts": ["2"]}, "schedule": schedule, "n_micro_batches": m, **options}
+    slicing = {"pack": list, "strategy": lambda graph, n: [2]}
+    options = {"slice_options": slicing, "schedule": schedule, "n_micro_batches": m, **options}
     sliced_train(model, MLP.batches(1, size=16), SGD, nn.CrossEntropyLoss(), n=2, **options)
     return peak[0]
 

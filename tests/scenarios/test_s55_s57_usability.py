@@ -14,7 +14,7 @@ import torchslicer as ts
 from tests.support.driver import sliced_train, train_case
 from tests.support.models import MLP, mlp4
 from tests.support.oracle import SGD, assert_same_bits
-from torchslicer.errors import ConfigError
+from torchslicer.errors import ConfigError, UserError
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -79,7 +79,7 @@ def test_s56_an_unknown_section_names_the_nearest(tmp_path: Path) -> None:
 )
 def test_s56_impossible_and_contradictory_options_are_refused(options: dict[str, Any]) -> None:
     """Before training, with the name of the option."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         train_case(MLP, SGD, n=2, steps=1, **options)
     names = [name for name in options if name in str(caught.value)]
     assert names or "micro" in str(caught.value)
@@ -87,7 +87,7 @@ def test_s56_impossible_and_contradictory_options_are_refused(options: dict[str,
 
 def test_s56_an_unknown_schedule_names_the_known_ones() -> None:
     """A misspelt schedule: the nearest name is given."""
-    with pytest.raises(ConfigError, match="gpipe"):
+    with pytest.raises(UserError, match="gpipe"):
         train_case(MLP, SGD, n=2, steps=1, schedule="gpip")
 
 

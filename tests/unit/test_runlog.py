@@ -218,7 +218,7 @@ def test_a_full_disk_costs_log_lines_and_one_warning(
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with RunLog(tmp_path) as log, caplog.at_level(logging.INFO, logger="torchslicer"):
+    with caplog.at_level(logging.INFO, logger="torchslicer"), RunLog(tmp_path) as log:
         log.on_event(step(0))
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)

@@ -71,7 +71,7 @@ def _upper_level(value: object) -> object:
     return "WARNING" if level == "WARN" else level
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: Any) -> Any:
     """Return *value* as plain data: None, bool, int, finite float, str, list, dict.
 
     Text that reads as a number or a truth value becomes one, so a quoted ``"1e-4"`` or ``"false"`` does what it says.
@@ -79,12 +79,16 @@ def plain(value: Any, depth: int = 0) -> Any:
     >>> plain({"lr": "1e-4", "betas": (0.9, 0.999), "nesterov": "false"})
     {'lr': 0.0001, 'betas': [0.9, 0.999], 'nesterov': False}
     """
+    return _plain(value, 0)
+
+
+def _plain(value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise invalid(f"expected data nested at most {_MAX_DEPTH} deep", show_value=False)
     if isinstance(value, Mapping):
-        return {_plain_key(key): plain(item, depth + 1) for key, item in value.items()}
+        return {_plain_key(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, depth + 1) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return _plain_scalar(value)
 
 

@@ -209,6 +209,8 @@ def add_keywords(layers: Layers, model: type[BaseModel], keywords: Mapping[str, 
             path = tuple(ALIASES.get(part, part) for part in names[name])
             _refuse_twice(seen, path, name, given)
             layers.put(path, value, at_place(place))
+        elif name in sections:
+            raise ConfigError(f"{place}: expected a mapping of the keys of this section, got {value!r:.80}")
         elif name != "lr":
             hint = nearest(name, [*names, *sections, "lr"])
             raise ConfigError(f"{place}: there is no such setting{hint}")

@@ -1,0 +1,1 @@
+"""Executors turn "run this step" into work for their ranks."""

@@ -159,11 +159,7 @@ class _LocalRun:
             with preserved_rng(tuple(self.devices)):
                 losses = [self._run_batch(works) for works in self._works(batches, step)]
             loss = _total(losses)
-            if not torch.isfinite(loss):
-                raise NonFiniteLossError(
-                    f"step {step}: the loss is {loss.item()}; nothing was updated. Look at the inputs of this batch, or "
-                    "lower the learning rate, or clip gradients (max_grad_norm=)"
-                )
+            _check_finite(loss, step)
         except BaseException:
             self.table.clear_gradients()
             raise
@@ -185,7 +181,10 @@ class _LocalRun:
             for index, piece in enumerate(batch):
                 key = stream_key(self.options.seed, step, number)
                 aux_share = piece.size / samples
-                works[-1].append(Work(index, piece.inputs, piece.target, shares[number], aux_share, key))
+                position = (
+                    f" of {len(batch)} ({piece.size} of {sum(p.size for p in batch)} samples)" if len(batch) > 1 else ""
+                )
+                works[-1].append(Work(index, piece.inputs, piece.target, shares[number], aux_share, key, position))
                 number += 1
         return works
 
@@ -194,7 +193,7 @@ class _LocalRun:
         losses = []
         for work in works:
             losses.append(outcome.losses[work.microbatch].detach().cpu())
-            losses += [aux.cpu() * work.aux_share for aux in outcome.aux_losses.get(work.microbatch, [])]
+            losses += [aux.cpu() for aux in outcome.aux_losses.get(work.microbatch, [])]
         return losses
 
     def _order(self, num_microbatches: int) -> tuple[Action, ...]:
@@ -217,6 +216,14 @@ class _LocalRun:
         if spec is not None and spec.interval == interval:
             for scheduler in self.schedulers:
                 spec.step(scheduler, metrics)
+
+
+def _check_finite(loss: torch.Tensor, step: int) -> None:
+    if not torch.isfinite(loss):
+        raise NonFiniteLossError(
+            f"step {step}: the loss is {loss.item()}; nothing was updated. Look at the inputs of this batch, or lower the "
+            "learning rate, or clip gradients (max_grad_norm=)"
+        )
 
 
 def _total(losses: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

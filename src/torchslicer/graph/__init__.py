@@ -1,0 +1,1 @@
+"""What a model is: units, the values between them, and the ways to find them."""

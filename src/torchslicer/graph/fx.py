@@ -131,7 +131,7 @@ class _Converter:
             return "parameter"
         return "buffer" if node.target in self.buffers else "constant"
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: Any) -> Any:  # noqa: PLR0911 - one case a kind of container
         """Replace fx nodes by `Ref` and fx's immutable collections by plain ones."""
         if isinstance(value, fx.Node):
             return Ref(self.index[value])

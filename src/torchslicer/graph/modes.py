@@ -62,7 +62,8 @@ def stages_of_evaluation(graphs: ModeGraphs, stage_of: Sequence[int]) -> tuple[i
     """
     home = {name: stage_of[unit.index] for unit in reversed(graphs.training.units) for name in unit.parameters}
     named = {unit.name: stage_of[unit.index] for unit in reversed(graphs.training.units)}
-    graph, stages = graphs.evaluation, []
+    graph = graphs.evaluation
+    stages: list[int] = []
     if _same_units(graphs):
         return tuple(stage_of)
     for unit in graph.units:

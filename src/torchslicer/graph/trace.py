@@ -39,7 +39,7 @@ def trace(
     if example is None:
         attempts.append("torch.export: needs example inputs: pass example=(x, y) or example={...} to ts.slice")
     else:
-        from torchslicer.graph.export import trace_export  # torch.export takes long to import and is rarely needed
+        from torchslicer.graph.export import trace_export  # noqa: PLC0415 - slow to import, rarely needed
 
         try:
             return trace_export(model, example)

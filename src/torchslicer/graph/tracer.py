@@ -49,7 +49,10 @@ class WholeModuleTracer(fx.Tracer):
             return super().trace(root, concrete_args)
 
     def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | None = None
+        self,
+        root_fn: Any,
+        is_module: bool,  # noqa: ARG002 - the signature is fx's
+        concrete_args: Any = None,  # noqa: ARG002
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Make a placeholder for each given input, and call the forward pass by keyword where it wants that."""
         args: list[Any] = [self.root]
@@ -71,7 +74,7 @@ class WholeModuleTracer(fx.Tracer):
         self.input_names[proxy.node.name] = parameter.name
         return proxy
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         """A module of ``torch.nn`` that is no mere container, a compiled or scripted one, or one with hooks."""
         if isinstance(m, (torch.jit.ScriptModule, nn.DataParallel)) or _has_hooks(m):
             return True
@@ -92,7 +95,7 @@ class WholeModuleTracer(fx.Tracer):
             return forward(*args, **kwargs)
         except SliceError:
             raise
-        except Exception as error:  # a forward pass that meets a proxy may raise anything; the reason is kept
+        except Exception as error:  # noqa: BLE001 - user code that meets a proxy may raise anything; the reason is kept
             self._forget_nodes_after(last)
             self.kept_whole[path] = f"{type(m).__name__}: {_reason(error)}"
         finally:

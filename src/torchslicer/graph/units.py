@@ -19,6 +19,7 @@ class _Group:
     scope: str
     nodes: list[Node] = field(default_factory=list)
     uses_parameters: bool = False
+    call: str | None = None
 
 
 def form_units(
@@ -26,15 +27,22 @@ def form_units(
     modules: Mapping[str, nn.Module],
     names: Mapping[int, str],
     kind_of: Callable[[str], str],
+    calls: Mapping[int, str] | None = None,
 ) -> tuple[Unit, ...]:
     """Return the units of *nodes*; *names* maps the identity of a parameter or buffer to its qualified name.
 
     A call of a module starts a unit. A functional operation joins the unit before it, unless it uses a parameter
-    of its own or enters a module that the unit before it is not in; then it starts one.
+    of its own or enters a module that the unit before it is not in; then it starts one. *calls* says which nodes
+    are the operations of one and the same call of a leaf module (node index to a key of the call): they form one
+    unit together.
     """
     groups: list[_Group] = []
     for node in nodes:
-        if node.op != "input" and node.op not in SOURCES:
+        if node.op == "input" or node.op in SOURCES:
+            continue
+        if calls is not None and node.index in calls:
+            _place_in_call(node, calls[node.index], groups, kind_of)
+        else:
             _place(node, nodes, groups, kind_of)
     _merge_leading_operations(groups)
     return tuple(_unit(index, group, nodes, modules, names) for index, group in enumerate(groups))
@@ -51,6 +59,13 @@ def _place(node: Node, nodes: Sequence[Node], groups: list[_Group], kind_of: Cal
         )
     groups[-1].nodes.append(node)
     groups[-1].scope = node.scope
+    groups[-1].call = None
+
+
+def _place_in_call(node: Node, call: str, groups: list[_Group], kind_of: Callable[[str], str]) -> None:
+    if not groups or groups[-1].call != call:
+        groups.append(_Group(node.scope, kind_of(node.scope), node.scope, [], True, call))
+    groups[-1].nodes.append(node)
 
 
 def _is_inside(scope: str, ancestor: str) -> bool:

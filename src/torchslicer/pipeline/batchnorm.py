@@ -72,7 +72,7 @@ class DeferredStatistics:
         entry[1] = entry[1] + values.sum(over)
         entry[2] = entry[2] + values.square().sum(over)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after(self, module: nn.Module, *_: Any) -> None:
         assert isinstance(module, _BatchNorm)
         module.track_running_stats = True
 

@@ -22,9 +22,7 @@ class _Import(torch.autograd.Function):
     """The identity node of an imported tensor. Its output is no view, so an in-place operation may follow."""
 
     @staticmethod
-    def forward(
-        ctx: Any, phony: torch.Tensor, tensor: torch.Tensor, received: list[torch.Tensor | None]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, _phony: torch.Tensor, tensor: torch.Tensor, received: list[Any]) -> torch.Tensor:
         ctx.received = received
         return tensor.detach()
 

@@ -61,7 +61,7 @@ class Program:
         self.graph = graph
         self.units = tuple(units)
         steps = [(graph.nodes[index], unit) for unit in self.units for index in graph.units[unit].nodes]
-        self.instructions = _compile(steps, set(keep), bind or (lambda node, unit: default_call(graph, node)))
+        self.instructions = _compile(steps, set(keep), bind or (lambda node, _: default_call(graph, node)))
 
     def run(
         self,

@@ -38,7 +38,7 @@ class Measured:
 class _SumOfOutputs:
     """Stands in for a loss: every output takes a gradient."""
 
-    def weighted_loss(self, output: Any, target: Any, share: float) -> torch.Tensor:
+    def weighted_loss(self, output: Any, target: Any, share: float) -> torch.Tensor:  # noqa: ARG002
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         return sum((leaf.float().mean() for leaf in leaves), torch.zeros(()))
 
@@ -85,7 +85,7 @@ def _one_round(runtime: Runtime, work: list[Work]) -> list[float]:
 
 
 def _timed_backward(runtime: Runtime, work: list[Work]) -> list[float]:
-    return [_timed(runtime, ActionKind.B, stage, work) for stage in reversed(runtime.stages)][::-1]
+    return [_timed(runtime, ActionKind.B, stage, work) for stage in sorted(runtime.stages, reverse=True)][::-1]
 
 
 def _timed(runtime: Runtime, kind: ActionKind, stage: int, work: list[Work]) -> float:
@@ -109,6 +109,6 @@ def _forward_with_bytes(graph: ModelGraph, runtime: Runtime, work: list[Work], v
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             runtime.run((Action(ActionKind.F, stage, 0),), work)
         seen.update(saved)
-        for (_, _), packets in runtime.mailbox.packets.items():
+        for packets in runtime.mailbox.packets.values():
             values.update({graph.nodes[node].name: packet.size_bytes for node, packet in packets.items()})
         yield sum(saved.values())

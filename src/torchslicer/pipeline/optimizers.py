@@ -330,7 +330,7 @@ def gradient_norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each gradient, in order; bitwise what `torch.nn.utils.clip_grad_norm_` computes."""
     norms: list[Tensor | None] = [None] * len(grads)
     for indices in _alike(grads).values():
-        made = torch._foreach_norm([grads[i].detach() for i in indices], 2.0)  # noqa: SLF001 - its public name
+        made = torch._foreach_norm([grads[i].detach() for i in indices], 2.0)
         for i, norm in zip(indices, made, strict=True):
             norms[i] = norm
     return [norm for norm in norms if norm is not None]

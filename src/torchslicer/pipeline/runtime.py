@@ -59,8 +59,7 @@ class StepOutcome:
         """Note the loss and the output, where the stage gave any."""
         if result.loss is not None:
             self.losses[microbatch] = result.loss
-        if result.aux_loss is not None:
-            self.aux_losses.setdefault(microbatch, []).append(result.aux_loss)
+        self.aux_losses.setdefault(microbatch, []).extend(result.aux_losses)
         if result.output is not None:
             self.outputs[microbatch] = result.output
 

@@ -23,6 +23,7 @@ from torchslicer.pipeline.buffers import BufferSnapshot
 from torchslicer.pipeline.interpreter import Environment, Program, buffer_owner, default_call
 from torchslicer.pipeline.rng import seed_unit
 
+CPU = torch.device("cpu")
 Root = tuple[GradientEdge, torch.Tensor]
 
 
@@ -77,6 +78,7 @@ class Work:
         share: Weight of its loss in the loss of the step.
         aux_share: Weight of its auxiliary losses (its share of the samples).
         key: Key of its random numbers.
+        position: What messages add to its number: of how many, with how many samples.
     """
 
     microbatch: int
@@ -85,6 +87,10 @@ class Work:
     share: float = 1.0
     aux_share: float = 1.0
     key: int = 0
+    position: str = ""
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.microbatch}{self.position}"
 
 
 @dataclass
@@ -104,14 +110,14 @@ class Result:
     packets: dict[int, Packet]
     output: Any = None
     loss: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
+    aux_losses: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StageOptions:
     """How a stage computes: ``autocast`` is None or the lower precision; ``loss`` is only set while training."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     autocast: torch.dtype | None = None
     loss: Loss | None = None
 
@@ -198,7 +204,7 @@ class Stage:
 
     def _compute(self, work: Work, packets: Mapping[int, Packet]) -> tuple[_Live, Result]:
         live = _Live({node: Import(packet, self.options.device) for node, packet in packets.items()})
-        with self._named(work.microbatch, "forward"), collect_aux_losses() as collected:
+        with self._named(f"forward of {work}"), collect_aux_losses() as collected:
             environment = self._environment(work, live)
             with self._autocast():
                 self.program.run(environment, seed_unit=lambda unit: seed_unit(work.key, unit, self.options.device))
@@ -237,8 +243,7 @@ class Stage:
         for loss, weight in collected:
             if loss.requires_grad:
                 live.roots.append((get_gradient_edge(loss), loss.new_tensor(weight * work.aux_share)))
-            weighted = loss.detach().float() * weight
-            result.aux_loss = weighted if result.aux_loss is None else result.aux_loss + weighted
+            result.aux_losses.append(loss.detach().float() * (weight * work.aux_share))
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -260,8 +265,8 @@ class Stage:
             side: Export | Import = live.exports[node] if node in live.exports else live.imports[node]
             roots.extend(side.roots(_move_gradients(gradients, self.options.device)))
         if roots:
-            with self._named(microbatch, "backward"):
-                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])  # type: ignore[arg-type]
+            with self._named(f"backward of micro-batch {microbatch}"):
+                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         return {node: entry.gradients() for node, entry in live.imports.items()}
 
     def _recompute(self, work: Work, packets: dict[int, Packet], snapshot: BufferSnapshot) -> _Live:
@@ -293,13 +298,13 @@ class Stage:
         return torch.autocast(self.options.device.type, dtype=self.options.autocast)
 
     @contextlib.contextmanager
-    def _named(self, microbatch: int, phase: str) -> Iterator[None]:
+    def _named(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a unit raises is raised again with its place
             text = str(error) if isinstance(error, StageError) else f"{type(error).__name__}: {error}"
             cause = error.__cause__ if isinstance(error, StageError) else error
-            raise StageError(f"stage {self.index}, {phase} of micro-batch {microbatch}: {text}") from cause
+            raise StageError(f"stage {self.index}, {doing}: {text}") from cause
 
 
 def _copy(structure: Any) -> Any:
