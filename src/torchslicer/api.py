@@ -15,7 +15,7 @@ from torch import nn
 
 from torchslicer.callbacks import CallbackList, Metrics, TrainingCallback
 from torchslicer.config import RunConfig
-from torchslicer.cutting import CutRequest, Cutter
+from torchslicer.cutting import CutRequest, Cutter, on_device_of
 from torchslicer.errors import ConfigError, DataError
 from torchslicer.events import EventBus, Observer
 from torchslicer.executors.base import Executor, TrainingOptions
@@ -27,13 +27,15 @@ from torchslicer.pipeline.batch import Batch, BatchReader
 from torchslicer.pipeline.batchnorm import training_batch_norms
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
-from torchslicer.pipeline.stage import move
 from torchslicer.progress import ProgressBar
 from torchslicer.runlog import RunLog
 from torchslicer.settings import TrainSettings, build_options, resolve_config
 from torchslicer.trainer import Run, Trainer, evaluate
 
 logger = logging.getLogger("torchslicer")
+
+SAMPLES_TO_VERIFY = 4
+"""At least that many samples of the first batch are compared (all, if it has fewer)."""
 
 
 def slice(  # noqa: A001 - the public name of the library's main function
@@ -241,13 +243,13 @@ class SlicedModel:
         raw = list(itertools.islice(iterator, 1))
         if not raw:
             raise DataError(
-                "the loader gave no batch; is the dataset empty, smaller than the batch size with drop_last=True, or an "
-                "iterator that was used up?"
+                "the loader gave no batch; is the dataset empty, smaller than the batch size with drop_last=True, or "
+                "an iterator that was used up?"
             )
         batch = self._reader().read(raw[0])
         _check_shared(options.shared_inputs, batch)
-        first = split_batch(batch, options.num_microbatches, options.shared_inputs)[0]
-        self._cutter.look_at(_on_device(first.inputs, self.model))
+        sample = _sample(split_batch(batch, options.num_microbatches, options.shared_inputs)[0], options)
+        self._cutter.look_at(on_device_of(self._cutter.model, sample.inputs))
         return itertools.chain(raw, iterator)
 
     def _reader(self) -> BatchReader:
@@ -360,10 +362,9 @@ def _check_shared(shared: Sequence[str], batch: Batch) -> None:
             raise ConfigError(f"shared_inputs: '{name}' is not an input of the batch, which has {list(batch.inputs)}")
 
 
-def _on_device(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    first = next(itertools.chain(model.parameters(), model.buffers()), None)
-    device = torch.device("cpu") if first is None else first.device
-    return {name: move(value, device) for name, value in inputs.items()}
+def _sample(batch: Batch, options: TrainingOptions) -> Batch:
+    """Return a few samples of *batch*: enough to compare graph and model, too few to raise the peak of memory."""
+    return split_batch(batch, max(batch.size // SAMPLES_TO_VERIFY, 1), options.shared_inputs)[0]
 
 
 def _warn_about_modes(model: nn.Module, options: TrainingOptions) -> None:

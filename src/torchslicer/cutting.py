@@ -7,6 +7,7 @@ the cut is made again; then graph and model are compared on it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchslicer.errors import ConfigError, SliceError, TraceError
+from torchslicer.errors import ConfigError, SliceError, TraceError, VerificationError
 from torchslicer.executors.base import Cut
 from torchslicer.graph.fx import input_names, required_inputs
 from torchslicer.graph.model import ModelGraph
@@ -26,6 +27,7 @@ from torchslicer.partition import Plan, UnitCosts, build_plan, cuts_from_names, 
 from torchslicer.pipeline.batch import BatchReader
 from torchslicer.pipeline.effects import analyse
 from torchslicer.pipeline.measure import Measured, measure
+from torchslicer.pipeline.stage import move
 from torchslicer.pipeline.verify import verify
 
 logger = logging.getLogger("torchslicer.cutting")
@@ -56,10 +58,13 @@ class Cutter:
         self.given: tuple[str, ...] | None = None
         self.checked = False
         self.measured: Measured | None = None
-        inputs = None if example is None else dict(self.reader(None).read_inputs(example).inputs)
+        inputs = None if example is None else self._example_inputs(example)
         if inputs is not None:
             self.given = tuple(inputs)
         self._make(inputs)
+
+    def _example_inputs(self, example: Any) -> dict[str, Any]:
+        return on_device_of(self.model, self.reader(None).read_inputs(example).inputs)
 
     @property
     def graphs(self) -> ModeGraphs:
@@ -79,28 +84,45 @@ class Cutter:
         Raises:
             SliceError: It does not.
         """
-        if tuple(inputs) != self.given and set(inputs) != {entry.name for entry in self.graphs.training.inputs}:
+        if set(inputs) != {entry.name for entry in self.graphs.training.inputs}:
             logger.info("cutting again for the inputs %s", list(inputs))
-            self.given = tuple(inputs)
+            self.given, self.checked = tuple(inputs), False
             self._make(inputs)
         elif self.graphs.flags != training_flags(self.model):
             logger.info("cutting again, since training flags have changed")
             self._make(inputs)
-        if not self.checked:
+        elif not self.checked:
+            self._check(inputs)
+
+    def _check(self, inputs: Mapping[str, Any]) -> None:
+        try:
             graphs = self._checked_graphs(self.graphs, inputs)
+        except VerificationError as error:
+            logger.info("cutting again, since the graph differs from the model: %s", error)
+            self._make(inputs)
+        else:
             self._set(graphs, self.plan.unit_starts[1:])
-            self.checked = True
 
     def _make(self, inputs: Mapping[str, Any] | None) -> None:
         graphs = trace_modes(self.model, lambda: self._trace(inputs))
-        self.checked = False
         if inputs is not None:
-            graphs = self._checked_graphs(graphs, inputs)
-            self.checked = True
+            try:
+                graphs = self._checked_graphs(graphs, inputs)
+            except VerificationError as error:
+                graphs = self._second_choice(graphs, inputs, error)
         self._set(graphs, self._starts(graphs.training, inputs))
 
-    def _trace(self, inputs: Mapping[str, Any] | None) -> ModelGraph:
-        return trace(self.model, pack=self.request.pack, example=inputs, given=self.given)
+    def _trace(self, inputs: Mapping[str, Any] | None, skip_fx: str = "") -> ModelGraph:
+        return trace(self.model, pack=self.request.pack, example=inputs, given=self.given, skip_fx=skip_fx)
+
+    def _second_choice(self, graphs: ModeGraphs, inputs: Mapping[str, Any], error: VerificationError) -> ModeGraphs:
+        """Try the ways in that come after the one whose graph differs from the model."""
+        if graphs.training.source not in ("fx", "sequential"):
+            raise error
+        others = trace_modes(self.model, lambda: self._trace(inputs, skip_fx=str(error)))
+        if others.training.source == "whole":
+            raise error
+        return self._checked_graphs(others, inputs)
 
     def _checked_graphs(self, graphs: ModeGraphs, inputs: Mapping[str, Any]) -> ModeGraphs:
         """Verify both graphs and take account of what they change in place."""
@@ -112,6 +134,7 @@ class Cutter:
             if comparable:
                 verify(graphs.evaluation, inputs, gradients=False)
             evaluation = analyse(graphs.evaluation, inputs)
+        self.checked = True
         return ModeGraphs(training, evaluation, graphs.flags)
 
     def _starts(self, graph: ModelGraph, inputs: Mapping[str, Any] | None) -> tuple[int, ...]:
@@ -169,6 +192,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *inputs* on the device of the model's first tensor."""
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if first is None else first.device
+    return {name: move(value, device) for name, value in inputs.items()}
 
 
 def _check_ready(model: nn.Module) -> None:

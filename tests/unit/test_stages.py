@@ -98,8 +98,14 @@ def test_moe_stage_hands_over_its_loss() -> None:
     block.zero_grad()
     (0.1 * block(HIDDEN)[1]).backward()
     assert torch.equal(gradient, block.router.weight.grad)
+    assert stage.pop_aux_loss() is None, "a collected loss must not keep its graph alive"
+
+
+def test_moe_stage_keeps_its_loss_when_nobody_collects() -> None:
+    stage = MoEBlockStage(Routed(), aux_loss_weight=0.1)
+    stage(HIDDEN)
     popped = stage.pop_aux_loss()
-    assert torch.equal(popped, aux * 0.1)
+    assert torch.equal(popped, stage.block(HIDDEN)[1] * 0.1)
     assert stage.pop_aux_loss() is None
 
 

@@ -221,8 +221,8 @@ class _LocalRun:
 def _check_finite(loss: torch.Tensor, step: int) -> None:
     if not torch.isfinite(loss):
         raise NonFiniteLossError(
-            f"step {step}: the loss is {loss.item()}; nothing was updated. Look at the inputs of this batch, or lower the "
-            "learning rate, or clip gradients (max_grad_norm=)"
+            f"step {step}: the loss is {loss.item()}; nothing was updated. Look at the inputs of this batch, or lower "
+            "the learning rate, or clip gradients (max_grad_norm=)"
         )
 
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch.fx import Proxy
 
 from torchslicer.errors import UserError
 
 _collector: ContextVar[list[tuple[torch.Tensor, float]] | None] = ContextVar("torchslicer_aux_losses", default=None)
 
 
-def add_aux_loss(loss: torch.Tensor, weight: float = 1.0) -> None:
+def add_aux_loss(loss: torch.Tensor | Proxy, weight: float = 1.0) -> None:
     """Add ``weight * loss`` to what is trained on; outside a collector nothing happens.
 
     Call it inside the ``forward`` of any module.
@@ -34,6 +35,9 @@ def add_aux_loss(loss: torch.Tensor, weight: float = 1.0) -> None:
         >>> losses
         [(tensor(2.), 0.5)]
     """
+    if isinstance(loss, Proxy):  # the model is being traced: the call becomes a node of its graph
+        loss.tracer.create_proxy("call_function", add_aux_loss, (loss, weight), {})
+        return
     # Also checked outside a collector: a tracer's stand-in for a tensor must not vanish without a word.
     if not isinstance(loss, torch.Tensor):
         raise UserError(f"an auxiliary loss must be a tensor, got {type(loss).__name__}")
@@ -44,6 +48,11 @@ def add_aux_loss(loss: torch.Tensor, weight: float = 1.0) -> None:
     losses = _collector.get()
     if losses is not None:
         losses.append((loss, float(weight)))
+
+
+def is_collected() -> bool:
+    """Whether somebody collects auxiliary losses now."""
+    return _collector.get() is not None
 
 
 @contextmanager

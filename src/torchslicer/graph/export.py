@@ -14,7 +14,8 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 import torch
@@ -147,19 +148,26 @@ def _exported(model: nn.Module, example: dict[str, Any], shapes: dict[str, Any])
         _aux_losses_recorded(),
         torch.enable_grad(),
     ):
-        return torch.export.export(model, (), example, dynamic_shapes=_by_parameter(model, shapes), strict=False)
+        _spell_out(model, example)
+        is_open = any(dims is not None for dims in pytree.tree_leaves(shapes))
+        return torch.export.export(model, (), example, dynamic_shapes=shapes if is_open else None, strict=False)
 
 
-def _by_parameter(model: nn.Module, shapes: dict[str, Any]) -> dict[str, Any] | None:
-    """Arrange *shapes* as torch.export wants them: under the name of ``**kwargs`` what only that takes."""
-    if all(dims is None for dims in pytree.tree_leaves(shapes)):
-        return None
-    parameters = inspect.signature(model.forward).parameters
-    rest = {name: dims for name, dims in shapes.items() if name not in parameters}
-    catch_all = [p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD]
-    if not rest or not catch_all:
-        return shapes
-    return {**{name: dims for name, dims in shapes.items() if name in parameters}, catch_all[0]: rest}
+def _spell_out(model: nn.Module, names: Iterable[str]) -> None:
+    """Let the forward pass name what it takes through ``**kwargs``: torch.export mixes up the shapes otherwise.
+
+    Only for use under `_unchanged`, which takes the replacement away again.
+    """
+    forward = model.forward
+    if set(names) <= set(inspect.signature(forward).parameters):
+        return
+
+    def spelled_out(**kwargs: Any) -> Any:
+        return forward(**kwargs)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    vars(spelled_out)["__signature__"] = inspect.Signature(named)
+    vars(model)["forward"] = spelled_out
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
@@ -176,7 +184,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         (value, value.copy())
         for values in attributes.values()
         for value in values.values()
-        if isinstance(value, (list, dict, set))
+        if type(value) in (list, dict, set, OrderedDict)
     ]
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ _KINDS: dict[InputKind, Op] = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
+_FIXES_A_SIZE = re.compile(r"[^%/]+ == \d+")
 _PLAIN_MODULES = ("_operator", "builtins", "math", "torch")
 
 Path = tuple[Any, ...]
@@ -193,7 +195,10 @@ class ExportConverter:
             holds = evaluate(relation, [tuple(leaf.value.shape) for leaf in leaves])
         except (ValueError, AttributeError, LookupError, TypeError):
             holds = False
-        if holds:
+        if holds and len(sizes.used) == 1 and _FIXES_A_SIZE.fullmatch(relation):
+            (_, dim), leaf = *sizes.used, leaves[0]
+            self._add("check", "function", check_size, (leaf.ref, dim, leaf.value.shape[dim], leaf.name))
+        elif holds:
             names = tuple(leaf.name for leaf in leaves)
             self._add("check", "function", check_relation, (relation, names, *(leaf.ref for leaf in leaves)))
         elif self.strict:

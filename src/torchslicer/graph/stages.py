@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchslicer.errors import UserError
-from torchslicer.graph.auxloss import add_aux_loss
+from torchslicer.graph.auxloss import add_aux_loss, is_collected
 
 
 def _positions(hidden: torch.Tensor) -> torch.Tensor:
@@ -163,11 +163,15 @@ class MoEBlockStage(nn.Module):
         self._last_aux = None
         if aux is not None:
             add_aux_loss(aux, self.aux_loss_weight)
-            self._last_aux = aux * self.aux_loss_weight
+            if not is_collected():  # else it would keep the graph of the step alive
+                self._last_aux = aux * self.aux_loss_weight
         return main
 
     def pop_aux_loss(self) -> torch.Tensor | None:
-        """Return the weighted auxiliary loss of the last ``forward`` and forget it; None if there is none."""
+        """Return the weighted auxiliary loss of the last ``forward`` outside a sliced model, and forget it.
+
+        None if there is none. In a sliced model the loss is trained on without further ado.
+        """
         last, self._last_aux = self._last_aux, None
         return last
 

@@ -19,6 +19,7 @@ def trace(
     pack: Pack | None = None,
     example: Mapping[str, Any] | None = None,
     given: Sequence[str] | None = None,
+    skip_fx: str = "",
 ) -> ModelGraph:
     """Return the graph of *model*: from *pack*, else by `torch.fx`, else by `torch.export`, else as one whole unit.
 
@@ -27,12 +28,15 @@ def trace(
         pack: The user's own list of stages.
         example: Inputs by name, for `torch.export`.
         given: Names of the inputs that batches hold; by default those of *example*, else the required ones.
+        skip_fx: Why `torch.fx` is not to be tried (its graph was found to differ from the model).
     """
     names = tuple(given) if given is not None else tuple(example) if example is not None else None
     if pack is not None:
         return trace_pack(model, pack, names)
     attempts = []
     try:
+        if skip_fx:
+            raise TraceError(f"torch.fx: {skip_fx}")
         return trace_fx(model, names if names is not None else required_inputs(model))
     except TraceError as error:
         attempts.append(str(error))
