@@ -18,7 +18,7 @@ from torchslicer.config import RunConfig
 from torchslicer.cutting import CutRequest, Cutter, on_device_of
 from torchslicer.errors import ConfigError, DataError
 from torchslicer.events import EventBus, Observer
-from torchslicer.executors.base import Executor, TrainingOptions
+from torchslicer.executors.base import Executor
 from torchslicer.executors.local import LocalExecutor
 from torchslicer.graph.model import ModelGraph
 from torchslicer.metrics import MetricSpec
@@ -27,6 +27,7 @@ from torchslicer.pipeline.batch import Batch, BatchReader
 from torchslicer.pipeline.batchnorm import training_batch_norms
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
+from torchslicer.pipeline.options import TrainingOptions
 from torchslicer.progress import ProgressBar
 from torchslicer.runlog import RunLog
 from torchslicer.settings import TrainSettings, build_options, resolve_config

@@ -10,6 +10,7 @@
     |   +-- ConfigError                   a setting is unknown, impossible or contradictory
     |   +-- DataError                     a batch has a form that cannot be used
     |   +-- ScheduleError                 a list of actions is not a valid schedule
+    |   +-- SecurityError                 not safe enough to start, or the other side is not who it should be
     +-- RunError (RuntimeError)           something failed while a run was under way
         +-- StageError                    a stage raised; the original error is its __cause__
         +-- CallbackError                 a callback raised; the original error is its __cause__
@@ -60,6 +61,12 @@ class DataError(UserError):
 
 class ScheduleError(UserError):
     """A list of actions is not a valid schedule."""
+
+
+class SecurityError(UserError):
+    """Not safe enough to start, or the other side is not who it should be. Holds no secret."""
+
+    exit_code = 4
 
 
 class RunError(TorchSlicerError, RuntimeError):

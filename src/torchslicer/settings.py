@@ -7,9 +7,9 @@ from typing import Any
 
 from torchslicer.config import RunConfig
 from torchslicer.errors import ConfigError
-from torchslicer.executors.base import TrainingOptions
 from torchslicer.pipeline.criterion import build_criterion
 from torchslicer.pipeline.optimizers import build_optimizer_spec, build_scheduler_spec
+from torchslicer.pipeline.options import TrainingOptions
 from torchslicer.schedule import generate
 
 

@@ -18,10 +18,11 @@ from typing import Any
 from torchslicer.callbacks import CallbackList, Metrics
 from torchslicer.errors import DataError
 from torchslicer.events import EpochEnded, EpochStarted, Evaluated, EventBus, RunEnded, RunStarted, StepEnded
-from torchslicer.executors.base import Cut, Executor, StepResult, TrainingOptions
+from torchslicer.executors.base import Cut, Executor, StepResult
 from torchslicer.metrics import MetricSpec, Totals, resolve_metrics
 from torchslicer.pipeline.batch import Batch, BatchReader
 from torchslicer.pipeline.criterion import Criterion
+from torchslicer.pipeline.options import TrainingOptions
 
 logger = logging.getLogger("torchslicer.trainer")
 

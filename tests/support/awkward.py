@@ -72,7 +72,8 @@ class FromBytes(Net):
     """uint8 input, converted by the model."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.d(torch.tanh(self.a(x.to(self.a.weight.dtype) / 255)))
+        scores: Tensor = self.d(torch.tanh(self.a(x.to(self.a.weight.dtype) / 255)))
+        return scores
 
 
 def _case(name: str, kind: type[nn.Module], **options: Any) -> Case:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - everyone calls it F
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import torchslicer as ts
@@ -284,7 +284,7 @@ class Outcome:
     """What became of one model.
 
     ``results`` says for each number of stages "exact", "close" or what went wrong; ``differences`` the largest
-    relative difference.
+    relative difference; ``seconds`` is processor time, ``memory`` the peak in GiB.
     """
 
     name: str
@@ -297,6 +297,7 @@ class Outcome:
     results: dict[str, str] = field(default_factory=dict)
     differences: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    memory: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -308,56 +309,71 @@ def examine(entry: ZooModel) -> Outcome:
     """Slice a model in all ways and compare a training step of each with the unsplit model's."""
     started = time.process_time()
     outcome = Outcome(entry.name, entry.group, entry.family)
-    model = entry.build()
-    batch = entry.batch()
+    model, batch = entry.build(), entry.batch()
     outcome.parameters = sum(parameter.numel() for parameter in model.parameters())
     outcome.random = draws(model, batch)
     with tempfile.TemporaryDirectory() as folder:
-        if outcome.random:
-            _compare_all(model, batch, outcome, _in_one_stage(model, batch), Path(folder), tolerance=0.0)
-        if not outcome.results or outcome.passed:
-            with without_random_layers(model):
-                if draws(model, batch):
-                    outcome.results["2"] = outcome.results["4"] = "random numbers are drawn outside random layers"
-                else:
-                    reference = Step.plain(model, batch)
-                    _compare_all(model, batch, outcome, reference, Path(folder), tolerance=TOLERANCE)
+        _Examination(model, batch, outcome, Path(folder)).run()
     outcome.seconds = time.process_time() - started
     return outcome
 
 
-def _in_one_stage(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
-    return Step.sliced(model, batch, ts.slice(model, n=1, verify=False))
+class _Examination:
+    """The steps of `examine`, on one model."""
+
+    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], outcome: Outcome, folder: Path) -> None:
+        self.model = model
+        self.batch = batch
+        self.outcome = outcome
+        self.folder = folder
+        self.made: dict[int, ts.SlicedModel] = {}
+
+    def run(self) -> None:
+        if self.outcome.random:
+            self.compare_with(self.sliced_step(1), tolerance=0.0)
+        with without_random_layers(self.model):
+            if draws(self.model, self.batch):
+                self.conclude("random numbers are drawn outside of random layers", *map(str, STAGES))
+                return
+            self.compare_with(Step.plain(self.model, self.batch), tolerance=TOLERANCE)
+
+    def sliced_step(self, stages: int) -> Step:
+        """Run a step in *stages* stages, which are made at the first call."""
+        if stages not in self.made:
+            # Where the cuts are does not matter to the library's own verification: once is enough.
+            self.made[stages] = ts.slice(self.model, n=stages, verify=stages == STAGES[0])
+        sliced = self.made[stages]
+        step = Step.sliced(self.model, self.batch, sliced)
+        if len(sliced.plan.stages) != stages:
+            raise RuntimeError(f"{len(sliced.plan.stages)} stages instead of {stages}")
+        self.outcome.units = len(sliced.graph.units)
+        self.outcome.kept_whole = list(sliced.graph.attempts)
+        return step
+
+    def compare_with(self, reference: Step, *, tolerance: float) -> None:
+        """Compare each number of stages with *reference*."""
+        problem = sane(reference)
+        if self.outcome.parameters > ON_DISK_FROM:
+            reference = reference.on_disk(self.folder)
+        for stages in STAGES:
+            key = str(stages)
+            try:
+                difference, where = (math.inf, problem) if problem else compare(reference, self.sliced_step(stages))
+            except ts.TorchSlicerError as error:
+                self.conclude(f"{type(error).__name__}: {error}", key)
+                continue
+            self.outcome.differences[key] = max(difference, self.outcome.differences.get(key, 0.0))
+            self.conclude(_verdict(difference, where, tolerance), key)
+
+    def conclude(self, verdict: str, *keys: str) -> None:
+        """Note *verdict*, unless a worse one stands already."""
+        for key in keys:
+            before = self.outcome.results.get(key, "exact")
+            if before == "exact" or (before == "close" and verdict != "exact"):
+                self.outcome.results[key] = verdict
 
 
-def _compare_all(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    outcome: Outcome,
-    reference: Step,
-    folder: Path,
-    *,
-    tolerance: float,
-) -> None:
-    """Compare each number of stages with *reference*; a result that was worse before stays."""
-    problem = sane(reference)
-    if outcome.parameters > ON_DISK_FROM:
-        reference = reference.on_disk(folder)
-    for stages in STAGES:
-        key = str(stages)
-        if problem:
-            outcome.results[key] = problem
-            continue
-        try:
-            # The library's own verification does not depend on where the cuts are: once is enough.
-            sliced = ts.slice(model, n=stages, verify=key not in outcome.differences and stages == STAGES[0])
-            difference, where = compare(reference, Step.sliced(model, batch, sliced))
-        except ts.TorchSlicerError as error:
-            outcome.results[key] = f"{type(error).__name__}: {error}"
-            continue
-        outcome.units = len(sliced.graph.units)
-        outcome.kept_whole = list(sliced.graph.attempts)
-        outcome.differences[key] = max(difference, outcome.differences.get(key, 0.0))
-        result = "exact" if difference == 0.0 else "close" if difference <= tolerance else f"{where}: {difference:.2g}"
-        if result != "exact" or key not in outcome.results:
-            outcome.results[key] = result
+def _verdict(difference: float, where: str, tolerance: float) -> str:
+    if difference == 0.0:
+        return "exact"
+    return "close" if difference <= tolerance else f"{where} differs: {difference:.2g}"

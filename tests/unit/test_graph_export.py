@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -81,6 +82,7 @@ def test_the_root_that_fx_cannot_trace_has_the_same_bits_on_any_batch_size():
     graph = trace_export(model, {"x": torch.randn(6, 4)})
     assert graph.source == "export"
     assert unit_names(graph) == ["first", "norm", "drop", "last"]
+    assert graph.modules == {"norm": model.norm}
     assert graph.units[1].parameters == ("norm.weight", "norm.bias")
     assert set(graph.units[1].buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     for size in (6, 3, 11):
@@ -367,6 +369,44 @@ def test_what_cannot_be_exported_is_refused_in_silence(model, message, capfd, ca
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
     assert vars(torch.autograd.Function)["apply"] is apply
+
+
+class CachedOutput(nn.Module):
+    class Cache:
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"use_cache": True})()
+
+    def forward(self, x):
+        return x + x.shape[0], self.Cache()
+
+
+def test_a_cache_in_the_output_is_refused_with_the_remedy():
+    with pytest.raises(TraceError, match=r"set model\.config.use_cache = False"):
+        trace_export(CachedOutput(), {"x": torch.randn(4, 2)})
+
+
+def test_another_thread_keeps_its_autograd_functions_while_a_model_is_exported():
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert done.wait(10)
+            return x + x.shape[0]
+
+    results: list[Any] = []
+    worker = threading.Thread(target=lambda: results.append(trace_export(Waits(), {"x": torch.randn(4, 2)})))
+    worker.start()
+    assert inside.wait(10)
+    x = torch.ones(2, requires_grad=True)
+    Twice.apply(x).sum().backward()
+    done.set()
+    worker.join(10)
+    assert results[0].source == "export"
+    assert torch.equal(x.grad, torch.full((2,), 5.0))
 
 
 def test_backward_hooks_are_refused():

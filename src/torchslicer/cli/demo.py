@@ -127,7 +127,12 @@ def _train_sliced(sliced: SlicedModel, train: Digits, config: RunConfig, setting
         # That BatchNorm sees micro-batches is said below, and holds for the unsliced training as well.
         warnings.simplefilter("ignore", UserWarning)
         history = sliced.train(
-            Loader(train, _BATCH_SIZE, settings.seed), OPTIMIZER, "cross_entropy", run_config=config, verbose=True
+            Loader(train, _BATCH_SIZE, settings.seed),
+            OPTIMIZER,
+            "cross_entropy",
+            scheduler={"name": "CosineAnnealingLR", "params": {"T_max": settings.epochs}},
+            run_config=config,
+            verbose=True,
         )
     seconds = time.perf_counter() - started
     samples = sum(record["samples"] for record in history)

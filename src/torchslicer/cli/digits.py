@@ -124,6 +124,7 @@ def train_unsliced(model: nn.Module, loader: Loader, *, epochs: int, num_microba
     This is what the sliced training is compared with, so nothing of TorchSlicer takes part.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     criterion = nn.CrossEntropyLoss()
     for _ in range(epochs):
         for images, labels in loader:
@@ -132,6 +133,7 @@ def train_unsliced(model: nn.Module, loader: Loader, *, epochs: int, num_microba
                 if len(y):
                     (criterion(model(x), y) * (len(y) / len(labels))).backward()
             optimizer.step()
+        scheduler.step()
 
 
 def largest_difference(model: nn.Module, other: nn.Module) -> float:

@@ -75,8 +75,15 @@ def _attempt(model: nn.Module, example: dict[str, Any], shapes: dict[str, Any], 
     except SliceError:
         raise
     except Exception as error:  # user code runs inside, and torch.export raises many kinds; the reason is passed on
-        kind = TraceError if "data-dependent" in str(error) else _FixedSizesError
-        raise kind(f"torch.export: {_reason(error)}") from error
+        kind = _FixedSizesError if strict and "data-dependent" not in str(error) else TraceError
+        raise kind(f"torch.export: {_reason(error)}{_hint(model, error)}") from error
+
+
+def _hint(model: nn.Module, error: Exception) -> str:
+    """Say what to do about the key-value cache that Hugging Face models return unless told otherwise."""
+    if "Cache" in str(error) and getattr(getattr(model, "config", None), "use_cache", False):
+        return "; set model.config.use_cache = False: a cache is of no use in training"
+    return ""
 
 
 def _reason(error: Exception) -> str:
@@ -223,9 +230,10 @@ def _unchanged_generators() -> Iterator[None]:
 def _custom_functions_refused() -> Iterator[None]:
     """Refuse custom autograd functions: torch.export records their forward pass and drops their backward pass."""
     stock: Any = vars(torch.autograd.Function)["apply"]
+    here = threading.get_ident()
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
+        if threading.get_ident() == here and not cls.__module__.startswith("torch."):
             raise TraceError(f"torch.export: would drop the backward pass of the autograd function {cls.__qualname__}")
         return stock.__get__(None, cls)(*args, **kwargs)
 

@@ -28,6 +28,7 @@ _KINDS: dict[InputKind, Op] = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FIXES_A_SIZE = re.compile(r"[^%/]+ == \d+")
 _PLAIN_MODULES = ("_operator", "builtins", "math", "torch")
 
@@ -73,6 +74,7 @@ class ExportConverter:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.nodes: list[Node] = []
         self.calls: dict[int, str] = {}
+        self.whole: dict[str, nn.Module] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.taken: set[str] = set()
         self.leaves: list[_Leaf] = []
@@ -90,12 +92,12 @@ class ExportConverter:
         return ModelGraph(
             source="export",
             model=self.model,
-            modules={},
+            modules=self.whole,
             parameters=dict(self.model.named_parameters()),
             buffers=dict(self.model.named_buffers()),
             constants=self.constants,
             nodes=tuple(self.nodes),
-            units=form_units(self.nodes, {}, self.names, lambda _: "module", self.calls),
+            units=form_units(self.nodes, self.whole, self.names, lambda _: "module", self.calls),
             inputs=tuple(inputs),
             output=output,
         )
@@ -236,6 +238,8 @@ class ExportConverter:
         if target is torch.ops.aten._assert_tensor_metadata.default:
             return None  # says what the example's dtype was; under mixed precision it would be another
         args = self._argument(tuple(node.args), made)
+        if place[1] is not None and type(self.modules[place[0]]) in _BATCH_NORMS:
+            return self._batch_norm(node, args, ambient, place[0])
         if isinstance(target, HigherOrderOperator):
             return self._inlined(target, args, ambient)
         if target is operator.getitem and isinstance(args[0], (tuple, list)):
@@ -246,6 +250,13 @@ class ExportConverter:
             raise TraceError(f"torch.export: cannot run the operation {getattr(target, '__name__', target)!r}")
         kwargs = self._argument(dict(node.kwargs), made)
         return self._add(node.name, "function", target, args, kwargs, place=place, ambient=ambient)
+
+    def _batch_norm(self, node: fx.Node, args: tuple[Any, ...], ambient: Ambient, path: str) -> Any:
+        """Keep a BatchNorm whole, since its statistics may be deferred; it counts its batches itself."""
+        if node.target is not torch.ops.aten.batch_norm.default:
+            return None
+        self.whole[path] = self.modules[path]
+        return self._add(node.name, "module", path, args[:1], place=(path.rpartition(".")[0], None), ambient=ambient)
 
     def _inlined(self, target: HigherOrderOperator, args: tuple[Any, ...], ambient: Ambient) -> Any:
         """Add the operations of a region that runs under ``no_grad`` or autocast."""

@@ -33,11 +33,10 @@ def trace(
     names = tuple(given) if given is not None else tuple(example) if example is not None else None
     if pack is not None:
         return trace_pack(model, pack, names)
-    attempts = []
+    attempts = [f"torch.fx: {skip_fx}"] if skip_fx else []
     try:
-        if skip_fx:
-            raise TraceError(f"torch.fx: {skip_fx}")
-        return trace_fx(model, names if names is not None else required_inputs(model))
+        if not skip_fx:
+            return trace_fx(model, names if names is not None else required_inputs(model))
     except TraceError as error:
         attempts.append(str(error))
     if example is None:

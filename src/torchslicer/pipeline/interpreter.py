@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchslicer.errors import StageError
+from torchslicer.errors import StageError, UserError
 from torchslicer.graph.model import DEFAULT_AMBIENT, SOURCES, Ambient, ModelGraph, Node, Ref, map_refs
 
 Environment = dict[int, Any]
@@ -86,6 +86,8 @@ class Program:
                 else:
                     with observe(instruction, environment):
                         _execute(instruction, environment)
+            except UserError:
+                raise
             except Exception as error:
                 raise _located(error, self.graph, instruction) from error
             for index in instruction.frees:

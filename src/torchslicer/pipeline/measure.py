@@ -20,7 +20,7 @@ from torchslicer.pipeline.buffers import preserved_buffers
 from torchslicer.pipeline.parameters import ParameterTable
 from torchslicer.pipeline.rng import preserved_rng
 from torchslicer.pipeline.runtime import Runtime
-from torchslicer.pipeline.stage import Stage, StageOptions, Work, find_routes
+from torchslicer.pipeline.stage import Result, Stage, StageOptions, Work, find_routes
 from torchslicer.schedule import Action, ActionKind
 
 _CPU = torch.device("cpu")
@@ -90,8 +90,12 @@ def _timed_backward(runtime: Runtime, work: list[Work]) -> list[float]:
 
 def _timed(runtime: Runtime, kind: ActionKind, stage: int, work: list[Work]) -> float:
     started = time.perf_counter()
-    runtime.run((Action(kind, stage, 0),), work)
+    runtime.run((Action(kind, stage, 0),), work, _ignore)
     return time.perf_counter() - started
+
+
+def _ignore(_: int, __: Result) -> None:
+    """Take no note of a result."""
 
 
 def _forward_with_bytes(graph: ModelGraph, runtime: Runtime, work: list[Work], values: dict[str, int]) -> Iterator[int]:
@@ -106,9 +110,10 @@ def _forward_with_bytes(graph: ModelGraph, runtime: Runtime, work: list[Work], v
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
+        def note(_: int, result: Result) -> None:
+            values.update({graph.nodes[node].name: packet.size_bytes for node, packet in result.packets.items()})
+
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            runtime.run((Action(ActionKind.F, stage, 0),), work)
+            runtime.run((Action(ActionKind.F, stage, 0),), work, note)
         seen.update(saved)
-        for packets in runtime.mailbox.packets.values():
-            values.update({graph.nodes[node].name: packet.size_bytes for node, packet in packets.items()})
         yield sum(saved.values())

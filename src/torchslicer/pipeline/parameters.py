@@ -7,7 +7,7 @@ them in the unsplit model. So the bits do not depend on whether the uses share a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,28 +24,52 @@ class ParameterTable:
         graph: The graph that is trained.
         stage_of: Stage of each unit.
         devices: Device of each stage.
+        held: The stages that the rank holds; all by default.
     """
 
-    def __init__(self, graph: ModelGraph, stage_of: Sequence[int], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        graph: ModelGraph,
+        stage_of: Sequence[int],
+        devices: Sequence[torch.device],
+        held: Sequence[int] | None = None,
+    ) -> None:
         self.graph = graph
         self.stage_of = stage_of
-        self.aliases: dict[str, dict[int, nn.Parameter]] = {
-            name: {unit: self._alias(name, devices[stage_of[unit]]) for unit in units}
-            for name, units in graph.shared.items()
-        }
+        self.held = tuple(sorted(set(stage_of))) if held is None else tuple(held)
+        self.aliases: dict[str, dict[int, nn.Parameter]] = {}
+        for name, units in graph.shared.items():
+            mine = [unit for unit in units if stage_of[unit] in self.held]
+            if mine:
+                self.aliases[name] = {unit: self._alias(name, devices[stage_of[unit]]) for unit in mine}
         self._names = {id(parameter): name for name, parameter in graph.parameters.items()}
 
     def _alias(self, name: str, device: torch.device) -> nn.Parameter:
         main = self.graph.parameters[name]
         return nn.Parameter(main.detach().to(device), requires_grad=main.requires_grad)
 
-    def owned_by(self, stage: int) -> dict[str, nn.Parameter]:
-        """Parameters that *stage* updates: those whose first use is there, in the model's order."""
-        owner: dict[str, int] = {}
+    def _first_stage(self, name: str, among: Sequence[int]) -> int | None:
+        """The first stage of *among* that uses the parameter *name*."""
         for unit in self.graph.units:
-            for name in unit.parameters:
-                owner.setdefault(name, self.stage_of[unit.index])
-        return {name: p for name, p in self.graph.parameters.items() if owner.get(name) == stage}
+            if name in unit.parameters and self.stage_of[unit.index] in among:
+                return self.stage_of[unit.index]
+        return None
+
+    def updated_by(self, stage: int) -> dict[str, nn.Parameter]:
+        """Parameters that *stage* updates: those that it is the first of this rank's stages to use.
+
+        A tied parameter of which several ranks hold a copy is updated by each of them, alike.
+        """
+        return {n: p for n, p in self.graph.parameters.items() if self._first_stage(n, self.held) == stage}
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        """Parameters whose first use in the whole model is in a stage of this rank, in the model's order."""
+        stages = range(self.stage_of[-1] + 1)
+        return {n: p for n, p in self.graph.parameters.items() if self._first_stage(n, stages) in self.held}
+
+    def all_parameters(self) -> Iterable[nn.Parameter]:
+        """Every parameter that this rank holds."""
+        return self.graph.parameters.values()
 
     def bind(self, node: Node, unit: int) -> Call:
         """Return what is called for *node* of *unit*, so that tied parameters are reached through their alias."""
@@ -67,16 +91,21 @@ class ParameterTable:
                     places.append((child, attribute, parameter, self.aliases[name][unit]))
         return places
 
-    def combine_gradients(self) -> None:
-        """Add the gradients of every tied parameter's uses, last use first, into the parameter itself."""
+    def combine_gradients(self, foreign: Mapping[str, Mapping[int, torch.Tensor | None]] | None = None) -> None:
+        """Add the gradients of every tied parameter's uses, last use first, into the parameter itself.
+
+        *foreign* holds, by parameter and unit, the gradients of uses in other ranks.
+        """
         for name, uses in self.aliases.items():
             main = self.graph.parameters[name]
+            gradients: dict[int, torch.Tensor | None] = dict((foreign or {}).get(name, {}))
+            for unit, alias in uses.items():
+                gradients[unit], alias.grad = alias.grad, None
             total: torch.Tensor | None = None
-            for unit in sorted(uses, reverse=True):
-                gradient, uses[unit].grad = uses[unit].grad, None
+            for unit in sorted(gradients, reverse=True):
+                gradient = gradients[unit]
                 if gradient is not None:
-                    gradient = gradient.to(main.device)
-                    total = gradient if total is None else total + gradient
+                    total = gradient.to(main.device) if total is None else total + gradient.to(main.device)
             main.grad = total
 
     def refresh_aliases(self) -> None:

@@ -8,60 +8,21 @@ A step of a rank::
     stage     forward  backward
                  |       |
                  v       v
-    mailbox   packets  gradients    what stages hand to each other
+    exchange  packets  gradients   what stages hand to each other
 
-Local mode is one rank that holds every stage; there the mailbox is all the transport there is.
+Local mode is one rank that holds every stage; there the exchange is a dictionary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-
-from torchslicer.pipeline.boundary import Gradients, Packet
+from torchslicer.pipeline.exchange import Exchange, LocalExchange
 from torchslicer.pipeline.stage import Result, Route, Stage, Work
 from torchslicer.schedule import Action, ActionKind
 
-
-@dataclass
-class Mailbox:
-    """Packets and gradients that wait for the stage that will use them, by (stage, micro-batch) and value."""
-
-    packets: dict[tuple[int, int], dict[int, Packet]] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], dict[int, Gradients]] = field(default_factory=dict)
-
-    def put_packet(self, stage: int, microbatch: int, node: int, packet: Packet) -> None:
-        """Leave a value for *stage*."""
-        self.packets.setdefault((stage, microbatch), {})[node] = packet
-
-    def put_gradients(self, stage: int, microbatch: int, node: int, gradients: Gradients) -> None:
-        """Leave the gradient of a value for *stage*."""
-        self.gradients.setdefault((stage, microbatch), {})[node] = gradients
-
-    def clear(self) -> None:
-        """Throw everything away."""
-        self.packets.clear()
-        self.gradients.clear()
-
-
-@dataclass
-class StepOutcome:
-    """What the last stage said about each micro-batch."""
-
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    aux_losses: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-    def add(self, microbatch: int, result: Result) -> None:
-        """Note the loss and the output, where the stage gave any."""
-        if result.loss is not None:
-            self.losses[microbatch] = result.loss
-        self.aux_losses.setdefault(microbatch, []).extend(result.aux_losses)
-        if result.output is not None:
-            self.outputs[microbatch] = result.output
+Report = Callable[[int, Result], None]
+"""Called with the micro-batch and the result of every forward pass."""
 
 
 class Runtime:
@@ -69,53 +30,54 @@ class Runtime:
 
     Args:
         stages: The stages that the rank holds, by number.
+        exchange: How values reach other stages; by default all stages are in this rank.
         recompute: ``"never"``, ``"except_last"`` (micro-batch) or ``"always"``.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], *, recompute: str = "never") -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], *, exchange: Exchange | None = None, recompute: str = "never"
+    ) -> None:
         self.stages = stages
+        self.exchange: Exchange = LocalExchange() if exchange is None else exchange
         self.recompute = recompute
-        self.mailbox = Mailbox()
-        self._routes: dict[tuple[int, int], Route] = {
-            (stage.index, route.node): route for stage in stages.values() for route in (*stage.imports, *stage.exports)
+        self._awaited: dict[int, tuple[Route, ...]] = {
+            index: (*stage.exports, *(route for route in stage.imports if route.next(index) is not None))
+            for index, stage in stages.items()
         }
 
-    def run(self, actions: Iterable[Action], works: Sequence[Work], *, training: bool = True) -> StepOutcome:
+    def run(self, actions: Iterable[Action], works: Sequence[Work], report: Report, *, training: bool = True) -> None:
         """Walk *actions* for the micro-batches *works*; on failure nothing stays in flight.
 
         Raises:
             StageError: A stage raised.
         """
-        outcome = StepOutcome()
         try:
             for action in actions:
                 if action.kind is ActionKind.F:
-                    self._forward(action, works, outcome, training=training)
+                    self._forward(action, works, report, training=training)
                 elif action.kind is ActionKind.B:
                     self._backward(action)
         except BaseException:
             self.forget()
             raise
-        return outcome
 
     def forget(self) -> None:
         """Drop everything in flight."""
-        self.mailbox.clear()
+        self.exchange.clear()
         for stage in self.stages.values():
             stage.forget()
 
-    def _forward(self, action: Action, works: Sequence[Work], outcome: StepOutcome, *, training: bool) -> None:
+    def _forward(self, action: Action, works: Sequence[Work], report: Report, *, training: bool) -> None:
         stage, microbatch = self.stages[action.stage], _microbatch(action)
-        packets = self.mailbox.packets.pop((stage.index, microbatch), {})
+        packets = self.exchange.take_packets((stage.index, microbatch), stage.imports)
         work = works[microbatch]
         if training:
             result = stage.forward(work, packets, recompute=self._recomputes(microbatch, len(works)))
         else:
             result = stage.evaluate(work, packets)
-        outcome.add(microbatch, result)
-        for node, packet in result.packets.items():
-            for consumer in self._routes[stage.index, node].consumers:
-                self.mailbox.put_packet(consumer, microbatch, node, packet)
+        for route in stage.exports:
+            self.exchange.send_packet(route, microbatch, result.packets[route.node])
+        report(microbatch, result)
 
     def _recomputes(self, microbatch: int, num_microbatches: int) -> bool:
         if self.recompute == "except_last":
@@ -124,10 +86,10 @@ class Runtime:
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], _microbatch(action)
-        received = self.mailbox.gradients.pop((stage.index, microbatch), {})
-        for node, gradients in stage.backward(microbatch, received).items():
-            previous = self._routes[stage.index, node].previous(stage.index)
-            self.mailbox.put_gradients(previous, microbatch, node, gradients)
+        received = self.exchange.take_gradients((stage.index, microbatch), self._awaited[stage.index])
+        gradients = stage.backward(microbatch, received)
+        for route in stage.imports:
+            self.exchange.send_gradients(route.previous(stage.index), route, microbatch, gradients[route.node])
 
 
 def _microbatch(action: Action) -> int:

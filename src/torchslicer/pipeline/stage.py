@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from torchslicer.errors import StageError
+from torchslicer.errors import StageError, UserError
 from torchslicer.graph.auxloss import collect_aux_losses
 from torchslicer.graph.model import SOURCES, ModelGraph, iter_refs, map_refs
 from torchslicer.pipeline.boundary import Export, Gradients, Import, Packet
@@ -47,6 +47,11 @@ class Route:
         """The stage that *stage* sends this value's gradient to: the consumer before it, or the producer."""
         position = self.consumers.index(stage)
         return self.consumers[position - 1] if position else self.producer
+
+    def next(self, stage: int) -> int | None:
+        """The stage that *stage* receives this value's gradient from: the consumer after it; None for the last."""
+        later = [consumer for consumer in self.consumers if consumer > stage]
+        return later[0] if later else None
 
 
 def find_routes(graph: ModelGraph, stage_of: Sequence[int]) -> tuple[Route, ...]:
@@ -301,6 +306,8 @@ class Stage:
     def _named(self, doing: str) -> Iterator[None]:
         try:
             yield
+        except UserError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a unit raises is raised again with its place
             text = str(error) if isinstance(error, StageError) else f"{type(error).__name__}: {error}"
             cause = error.__cause__ if isinstance(error, StageError) else error
