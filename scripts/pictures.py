@@ -24,11 +24,15 @@ BOX_W, GAP, MARGIN, TOP, BOX_H, LINE, ARC = 196, 66, 14, 34, 96, 16, 22
 STYLE = """
 .box { fill: #0b66d0; fill-opacity: .09; stroke: #0b66d0; stroke-width: 1.2; }
 .wire { fill: none; stroke: #a8430a; stroke-width: 1.6; marker-end: url(#tip); } .tip { fill: #a8430a; }
-.cut { stroke: #818b98; stroke-width: 1.2; stroke-dasharray: 4 4; }
+.cut { fill: none; stroke: #818b98; stroke-width: 1.2; stroke-dasharray: 4 4; }
 .small { font-size: 11px; } .mid { text-anchor: middle; }
 @media (prefers-color-scheme: dark) { .box { stroke: #58a6ff; fill: #58a6ff; fill-opacity: .16; }
 .wire { stroke: #f0883e; } .tip { fill: #f0883e; } }
 """
+MARKER = (
+    '<marker id="tip" viewBox="0 0 8 8" refX="1" refY="4" markerWidth="5" markerHeight="5" orient="auto">'
+    '<path class="tip" d="M0 0 L8 4 L0 8 z"/></marker>'
+)
 
 
 def left(stage: int) -> int:
@@ -52,8 +56,8 @@ def stage_box(stage: StagePlan) -> Iterator[str]:
 
 def cut_line(cut: int) -> Iterator[str]:
     """Draw the line between two stages, where the model is cut."""
-    x = left(cut) - GAP // 2
-    yield f'<line class="cut" x1="{x}" y1="{TOP - 12}" x2="{x}" y2="{TOP + BOX_H + 12}"/>'
+    x, wire = left(cut) - GAP // 2, TOP + BOX_H // 2
+    yield f'<path class="cut" d="M{x} {TOP - 12} V{wire - 22} M{x} {wire + 4} V{TOP + BOX_H + ARC + 8}"/>'
     yield f'<text class="small mid" x="{x}" y="{TOP - 18}">cut</text>'
 
 
@@ -63,16 +67,17 @@ def wires(plan: ts.Plan) -> Iterator[str]:
     for value in plan.boundaries:
         for consumer in value.consumers:
             counts.setdefault((value.producer, consumer), []).append(value.name)
-    for depth, ((producer, consumer), names) in enumerate(sorted(counts.items(), key=lambda item: item[0][1] - item[0][0])):
+    nearest_first = sorted(counts.items(), key=lambda item: item[0][1] - item[0][0])
+    for depth, ((producer, consumer), names) in enumerate(nearest_first):
         start, end, label = left(producer) + BOX_W, left(consumer), escape(", ".join(names))
         if consumer == producer + 1:
             y = TOP + BOX_H // 2
             yield f'<path class="wire" d="M{start} {y} H{end - 7}"/>'
             yield f'<text class="small mid" x="{(start + end) / 2}" y="{y - 8}">{label}</text>'
             continue
-        y = TOP + BOX_H + ARC + 6 * depth
+        y, middle = TOP + BOX_H + ARC + 6 * depth, (start + end) / 2
         yield f'<path class="wire" d="M{start - 40} {TOP + BOX_H} V{y} H{end + 40} V{TOP + BOX_H + 7}"/>'
-        yield f'<text class="small mid" x="{(start + end) / 2}" y="{y + 15}">{label}: a skip connection over both cuts</text>'
+        yield f'<text class="small mid" x="{middle}" y="{y + 15}">{label}: a skip connection over both cuts</text>'
 
 
 def picture(plan: ts.Plan, schedule_svg: str) -> str:
@@ -86,14 +91,13 @@ def picture(plan: ts.Plan, schedule_svg: str) -> str:
     title = f"{plan.model} cut into {plan.num_stages} stages, and the schedule of one step"
     body = [line for stage in plan.stages for line in stage_box(stage)]
     body += [line for cut in range(1, plan.num_stages) for line in cut_line(cut)]
+    size = f'width="{width}" height="{total}" viewBox="0 0 {width} {total}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}" viewBox="0 0 {width} {total}" '
-            f'role="img" aria-label="{escape(title)}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">',
             f"<title>{escape(title)}</title>",
             f"<style>{STYLE}</style>",
-            '<marker id="tip" viewBox="0 0 8 8" refX="1" refY="4" markerWidth="5" markerHeight="5" orient="auto">',
-            '<path class="tip" d="M0 0 L8 4 L0 8 z"/></marker>',
+            MARKER,
             *body,
             *wires(plan),
             f'<g transform="translate(0 {height})">',

@@ -10,11 +10,18 @@
     |   +-- ConfigError                   a setting is unknown, impossible or contradictory
     |   +-- DataError                     a batch has a form that cannot be used
     |   +-- ScheduleError                 a list of actions is not a valid schedule
+    |   +-- ShippingError                 a part of the model cannot be sent, or is not accepted where it arrives
     |   +-- SecurityError                 not safe enough to start, or the other side is not who it should be
     +-- RunError (RuntimeError)           something failed while a run was under way
         +-- StageError                    a stage raised; the original error is its __cause__
         +-- CallbackError                 a callback raised; the original error is its __cause__
         +-- NonFiniteLossError            the loss became NaN or infinite
+        +-- WorkerFailureError            a worker died, went silent or could not go on
+        +-- ProtocolError                 a control message is malformed or out of place
+        +-- TransportError                a channel or listener cannot do its work
+            +-- FrameError                what came over the wire is no valid frame, or not the one expected
+            +-- PeerClosedError           the other side closed the channel or went away
+            +-- DeadlineError             nothing came, or could be sent, within the time given
 
 A message says *where*, what was *expected*, what was *found*, and what to *change*.
 """
@@ -63,6 +70,10 @@ class ScheduleError(UserError):
     """A list of actions is not a valid schedule."""
 
 
+class ShippingError(UserError):
+    """A part of the model cannot be sent to a worker, or is not accepted by the worker that it reaches."""
+
+
 class SecurityError(UserError):
     """Not safe enough to start, or the other side is not who it should be. Holds no secret."""
 
@@ -91,6 +102,36 @@ class NonFiniteLossError(RunError):
     """The loss became NaN or infinite."""
 
     exit_code = 13
+
+
+class WorkerFailureError(RunError):
+    """A worker died, went silent or could not go on."""
+
+    exit_code = 14
+
+
+class ProtocolError(RunError):
+    """A control message is malformed or out of place."""
+
+    exit_code = 15
+
+
+class TransportError(RunError):
+    """A channel or listener cannot do its work."""
+
+    exit_code = 16
+
+
+class FrameError(TransportError):
+    """What came over the wire is no valid frame, or not the one expected."""
+
+
+class PeerClosedError(TransportError):
+    """The other side closed the channel or went away."""
+
+
+class DeadlineError(TransportError):
+    """Nothing came, or could be sent, within the time given."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

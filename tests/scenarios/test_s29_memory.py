@@ -94,7 +94,6 @@ def peak_alive(schedule: str, m: int, **options: Any) -> int:
     class Front(Probe):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x).sin()  # sin keeps its input for the backward pass
-            gc.collect()
             peak[0] = max(peak[0], sum(ref() is not None for ref in made))
             return out
 

@@ -39,7 +39,7 @@ class _Commands(click.Group):
     torchslicer.__version__, message=f"torchslicer {torchslicer.__version__} (PyTorch {torch.__version__})"
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def main(debug: bool) -> None:
+def main(*, debug: bool) -> None:  # _Commands reads it from the context
     """Cut a PyTorch model into stages and train it end to end, exactly as if it were whole."""
 
 

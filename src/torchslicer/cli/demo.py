@@ -1,4 +1,4 @@
-"""``torchslicer demo``: a sliced residual network learns real handwritten digits, and is compared with itself unsliced."""
+"""``torchslicer demo``: a sliced network learns real handwritten digits, and is compared with itself unsliced."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Settings:
     show_default=True,
     help="Where the run's folder goes.",
 )
-def demo(n: int, schedule: str, microbatches: int | None, epochs: int, seed: int, runs: Path) -> None:
+def demo(*, n: int, schedule: str, microbatches: int | None, epochs: int, seed: int, runs: Path) -> None:
     """Train a sliced residual network on real handwritten digits, and compare it with the same training unsliced."""
     if schedule == "plain" and microbatches not in (None, 1):
         raise ConfigError(f"--schedule plain has no micro-batches, got --microbatches {microbatches}; leave one out")
@@ -106,7 +106,7 @@ def run(settings: Settings) -> None:
     seconds = _train_sliced(sliced, train, config, settings)
     accuracy = sliced.evaluate(Loader(test, _BATCH_SIZE), metrics=["accuracy"])["accuracy"]
     click.echo(f"test accuracy       {accuracy:.2%} of {len(test.labels)} digits that were held out")
-    _compare(model, twin, train, test, settings, seconds)
+    _compare(model, twin, train, test, settings=settings, sliced_seconds=seconds)
     click.echo(f"run folder          {settings.runs / config.run_id}")
 
 
@@ -141,7 +141,7 @@ def _train_sliced(sliced: SlicedModel, train: Digits, config: RunConfig, setting
 
 
 def _compare(
-    model: nn.Module, twin: nn.Module, train: Digits, test: Digits, settings: Settings, sliced_seconds: float
+    model: nn.Module, twin: nn.Module, train: Digits, test: Digits, *, settings: Settings, sliced_seconds: float
 ) -> None:
     """Train *twin* whole by a loop written by hand, on the same micro-batches in the same order, and compare."""
     started = time.perf_counter()
@@ -150,9 +150,7 @@ def _compare(
     seconds = time.perf_counter() - started
     with torch.no_grad():
         accuracy = float((twin.eval()(test.images).argmax(1) == test.labels).float().mean())
-    click.echo(
-        f"same, unsliced      test accuracy {accuracy:.2%}, in {seconds:.1f} s (sliced: {sliced_seconds:.1f} s); a loop "
-        "written by hand"
-        + (", with the same micro-batches, each normalised by itself" if settings.microbatches > 1 else "")
-    )
-    click.echo(f"largest difference  {largest_difference(model, twin):g} over all parameters and buffers")
+    pieces = ", on the same micro-batches, each normalised by itself" if settings.microbatches > 1 else ""
+    click.echo(f"unsliced            test accuracy {accuracy:.2%}, by a loop written by hand{pieces}")
+    click.echo(f"time                sliced {sliced_seconds:.1f} s, unsliced {seconds:.1f} s")
+    click.echo(f"largest difference  {largest_difference(model, twin):g}, of all parameters and buffers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class ResidualBlock(nn.Module):
 class ResidualDigits(nn.Module):
     """Digits (B, 1, 8, 8) to scores (B, 10).
 
-    One more skip connection leads from the stem to the last block, so that some value crosses every cut in between.
+    One more skip connection leads from the stem to the end, so that a value crosses every cut in between.
 
     Example:
         >>> ResidualDigits()(torch.zeros(2, 1, 8, 8)).shape
@@ -53,16 +54,16 @@ class ResidualDigits(nn.Module):
         self.block1 = ResidualBlock(channels)
         self.block2 = ResidualBlock(channels)
         self.down = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
-        self.short = nn.Conv2d(channels, 2 * channels, 1, stride=2)
         self.block3 = ResidualBlock(2 * channels)
+        self.short = nn.Conv2d(channels, 2 * channels, 1, stride=2)
         self.head = nn.Linear(2 * channels, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores."""
         stem = functional.relu(self.norm(self.stem(x)))
         hidden = self.block2(self.block1(stem))
-        hidden = self.block3(functional.relu(self.down(hidden) + self.short(stem)))
-        scores: Tensor = self.head(hidden.mean(dim=(2, 3)))
+        hidden = self.block3(functional.relu(self.down(hidden))) + self.short(stem)
+        scores: Tensor = self.head(functional.relu(hidden).mean(dim=(2, 3)))
         return scores
 
 
@@ -90,7 +91,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return -(-len(self.digits.labels) // self.batch_size)
+        return math.ceil(len(self.digits.labels) / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Begin an epoch."""

@@ -18,7 +18,7 @@ from torchslicer.cli.reference import build_model, example_inputs, importable
 @click.option("--example", "examples", multiple=True, metavar="SHAPE[:DTYPE]", help="An input, such as 4,3,32,32.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
-    reference: str, n: int | None, strategy: str, cuts: str | None, examples: tuple[str, ...], as_json: bool
+    *, reference: str, n: int | None, strategy: str, cuts: str | None, examples: tuple[str, ...], as_json: bool
 ) -> None:
     """Show where a model is cut, and what each stage holds.
 

@@ -1,1 +1,1 @@
-"""Many processes, one run: who takes part, what they may do, and what is sent to them."""
+"""Training over processes and machines: who takes part, what is sent to whom, and what happens when one fails."""

@@ -116,9 +116,12 @@ class Rank:
             )
         return self._orders[num_microbatches]
 
-    def finish_batches(self) -> None:
-        """Call it when all batches of a step are through: puts together what was collected over them."""
-        self.table.combine_gradients()
+    def finish_batches(self, foreign: Mapping[str, Mapping[int, torch.Tensor | None]] | None = None) -> None:
+        """Call it when all batches of a step are through: puts together what was collected over them.
+
+        *foreign* holds the gradients of tied parameters' uses in other ranks.
+        """
+        self.table.combine_gradients(foreign)
         if self._deferred is not None:
             self._deferred.apply()
 

@@ -56,9 +56,17 @@ class LossCollector:
             self._losses[microbatch] = result.loss.cpu()
         self._aux.setdefault(microbatch, []).extend(loss.cpu() for loss in result.aux_losses)
 
+    def by_microbatch(self) -> tuple[dict[int, torch.Tensor], dict[int, list[torch.Tensor]]]:
+        """Return the losses and the auxiliary ones by micro-batch."""
+        return dict(self._losses), {index: losses for index, losses in self._aux.items() if losses}
+
     def in_order(self) -> list[torch.Tensor]:
         """Return the losses by micro-batch, each followed by its auxiliary ones."""
-        return [loss for index in sorted(self._losses) for loss in (self._losses[index], *self._aux.get(index, []))]
+        found: list[torch.Tensor] = []
+        for index in sorted({*self._losses, *self._aux}):
+            found += [self._losses[index]] if index in self._losses else []
+            found += self._aux.get(index, [])
+        return found
 
 
 def total_loss(losses: Sequence[torch.Tensor]) -> torch.Tensor:

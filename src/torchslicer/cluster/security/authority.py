@@ -121,7 +121,8 @@ def write_deployment(
     nodes = [COORDINATOR, *workers]
     if len(workers) == 0 or len(set(nodes)) < len(nodes) or "ca" in nodes:
         raise SecurityError(
-            f"workers: expected one or more names, each once and none of them 'ca' or 'coordinator', got {list(workers)}"
+            "workers: expected one or more names, each once and none of them 'ca' or 'coordinator', "
+            f"got {list(workers)}"
         )
     unknown = sorted(set(hosts or {}) - set(nodes))
     if unknown:

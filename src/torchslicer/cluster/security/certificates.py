@@ -227,8 +227,8 @@ def _bounded(data: bytes) -> bytes:
 def _check_time(certificate: x509.Certificate, now: datetime, what: str) -> None:
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
         raise SecurityError(
-            f"{what}: good from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}, now it is {now}; "
-            "make new certificates, or set the clocks"
+            f"{what}: good from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}, "
+            f"now it is {now}; make new certificates, or set the clocks"
         )
 
 

@@ -89,7 +89,7 @@ def _write_all(folder: Path, descriptor: int, files: Mapping[str, bytes]) -> Non
 
 def _write_one(name: str, data: bytes, folder: int, written: list[str]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
+    with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
         written.append(name)
         os.fchmod(file.fileno(), 0o600)  # whatever the umask took away
         file.write(data)
@@ -102,7 +102,7 @@ def _read(path: str | os.PathLike[str], what: str) -> tuple[bytes, os.stat_resul
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise SecurityError(f"{what} {os.fspath(path)!r}: cannot be read: {reason}") from error
-    with open(descriptor, "rb") as file:
+    with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise SecurityError(f"{what} {path}: expected an ordinary file")

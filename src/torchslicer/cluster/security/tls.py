@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,14 +182,14 @@ def _private_file(material: Material) -> Iterator[str]:
     chain = material.key.reveal().rstrip() + b"\n" + material.certificate
     descriptor = _memory_file()
     if descriptor is not None:
-        with open(descriptor, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(chain)
             file.flush()
             yield f"/proc/self/fd/{descriptor}"
         return
     with tempfile.TemporaryDirectory(prefix="torchslicer-") as folder:  # made with mode 0700
         path = Path(folder, "chain.pem")
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             file.write(chain)
         yield str(path)
 
@@ -209,11 +210,9 @@ def _memory_file() -> int | None:
 
 def _grpc() -> ModuleType:
     try:
-        import grpc  # noqa: PLC0415 - an extra
+        return import_module("grpc")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"transport: grpc needs a library that is not installed ({error.name}); "
             "run `pip install 'torchslicer[grpc]'`, or use `transport.tensor: tcp`"
         ) from error
-    module: ModuleType = grpc
-    return module

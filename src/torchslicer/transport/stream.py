@@ -1,0 +1,227 @@
+"""Bytes over one connected socket, plain or TLS, read by one thread and written by another.
+
+A wait never lasts longer than :data:`TICK_S`: the callers look at their deadlines and ask again. Errors of the system
+come out as :class:`~torchslicer.errors.PeerClosedError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torchslicer.errors import PeerClosedError, TransportError
+from torchslicer.transport.base import Deadline
+
+TICK_S = 0.1
+# A TLS record holds at most this much; what fits is joined, so that header and payload share one.
+_RECORD_BYTES = 16 << 10
+
+
+class Stream(Protocol):
+    """What readers and writers need of a connection."""
+
+    def write(self, buffers: Sequence[memoryview], *, wait: bool) -> int:
+        """Write some of *buffers*; 0 if none could be written now, or within a tick if *wait*."""
+
+    def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:
+        """Read into *view*, if *fill* and possible all of it; 0 at the end of the stream, None if nothing is there."""
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Wait until there is something to read."""
+
+    def handshake(self, deadline: Deadline) -> None:
+        """Agree on keys, where there are any."""
+
+    def peer_names(self) -> tuple[str, ...]:
+        """Return the names in the peer's certificate."""
+
+    def shut(self, *, reading: bool) -> None:
+        """Tell the peer that nothing more comes; with *reading*, wake whoever reads here."""
+
+    def close(self) -> None:
+        """Give the socket back."""
+
+
+class PlainStream:
+    """A socket without encryption, in blocking mode with the kernel's own time-outs: one system call a wait."""
+
+    def __init__(self, sock: socket.socket, *, peer: str) -> None:
+        sock.setblocking(True)
+        tick = struct.pack("@ll", 0, int(TICK_S * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        self._socket, self._peer = sock, peer
+
+    def write(self, buffers: Sequence[memoryview], *, wait: bool) -> int:
+        """Write some of *buffers* straight from their memory."""
+        try:
+            return self._socket.sendmsg(buffers, (), 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _lost_connection(self._peer, error) from error
+
+    def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:
+        """Read into *view*."""
+        flags = (socket.MSG_WAITALL if fill else 0) if wait else socket.MSG_DONTWAIT
+        try:
+            return self._socket.recv_into(view, 0, flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise _lost_connection(self._peer, error) from error
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Wait until there is something to read."""
+        with _lost(self._peer):
+            _wait(self._socket, select.POLLIN, timeout_s)
+
+    def handshake(self, deadline: Deadline) -> None:
+        """Do nothing: there are no keys."""
+
+    def peer_names(self) -> tuple[str, ...]:
+        """Return nothing: there is no certificate."""
+        return ()
+
+    def shut(self, *, reading: bool) -> None:
+        """Tell the peer that nothing more comes."""
+        _shut(self._socket, reading=reading)
+
+    def close(self) -> None:
+        """Give the socket back, having read what is there: unread bytes would make the kernel drop the sent ones."""
+        _drain(self._socket)
+        self._socket.close()
+
+
+class TlsStream:
+    """A TLS connection. OpenSSL must not read and write one connection at once, hence the lock around each call."""
+
+    def __init__(self, sock: ssl.SSLSocket, *, peer: str) -> None:
+        sock.setblocking(False)
+        self._socket, self._peer = sock, peer
+        self._lock = threading.Lock()
+        self._names: tuple[str, ...] = ()
+
+    def write(self, buffers: Sequence[memoryview], *, wait: bool) -> int:
+        """Encrypt and write some of *buffers*. A retry gets the same bytes again, as OpenSSL asks for."""
+        small = len(buffers) > 1 and sum(len(buffer) for buffer in buffers) <= _RECORD_BYTES
+        data = memoryview(b"".join(buffers)) if small else buffers[0]
+        with _lost(self._peer):
+            for last in (not wait, True):
+                try:
+                    with self._lock:
+                        return self._socket.send(data)
+                except ssl.SSLWantWriteError:
+                    event = select.POLLOUT
+                except ssl.SSLWantReadError:
+                    event = select.POLLIN
+                if last:
+                    break
+                _wait(self._socket, event, TICK_S)
+        return 0
+
+    def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:  # noqa: ARG002
+        """Read into *view*, one record at most."""
+        with _lost(self._peer):
+            for last in (not wait, True):
+                try:
+                    with self._lock:
+                        return self._socket.recv_into(view)
+                except ssl.SSLWantReadError:
+                    event = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    event = select.POLLOUT
+                if last:
+                    break
+                _wait(self._socket, event, TICK_S)
+        return None
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Wait until there is something to read."""
+        with _lost(self._peer):
+            if not self._socket.pending():
+                _wait(self._socket, select.POLLIN, timeout_s)
+
+    def handshake(self, deadline: Deadline) -> None:
+        """Agree on keys and check the certificates.
+
+        Raises:
+            TransportError: The peer has no acceptable certificate, speaks no TLS, or took too long.
+        """
+        while True:
+            try:
+                self._socket.do_handshake()
+            except ssl.SSLWantReadError:
+                _wait(self._socket, select.POLLIN, min(deadline.remaining_s, TICK_S))
+            except ssl.SSLWantWriteError:
+                _wait(self._socket, select.POLLOUT, min(deadline.remaining_s, TICK_S))
+            except OSError as error:
+                raise TransportError(
+                    f"TLS handshake with {self._peer} failed: {_reason(error)}; check that both sides use TLS, the "
+                    "certificate authority, the name in the certificate and its dates"
+                ) from error
+            else:
+                break
+            if deadline.passed:
+                raise TransportError(f"TLS handshake with {self._peer} took longer than {deadline.timeout_s:g} s")
+        certificate = self._socket.getpeercert() or {}
+        names = certificate.get("subjectAltName", ())
+        self._names = tuple(str(entry[1]) for entry in names if isinstance(entry, tuple))
+
+    def peer_names(self) -> tuple[str, ...]:
+        """Return the names in the peer's certificate."""
+        return self._names
+
+    def shut(self, *, reading: bool) -> None:
+        """Tell the peer that nothing more comes."""
+        _shut(self._socket, reading=reading)
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _lost(peer: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: the descriptor was closed under a waiting call
+        raise _lost_connection(peer, error) from error
+
+
+def _lost_connection(peer: str, error: Exception) -> PeerClosedError:
+    return PeerClosedError(f"lost the connection to {peer}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    if isinstance(error, ssl.SSLError):
+        return error.reason or str(error)
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _wait(sock: socket.socket, event: int, timeout_s: float) -> None:
+    poll = select.poll()  # one for each call: two threads may not share it
+    poll.register(sock, event)
+    poll.poll(max(0.0, timeout_s) * 1000)
+
+
+def _shut(sock: socket.socket, *, reading: bool) -> None:
+    with contextlib.suppress(OSError):  # not connected any more
+        # The plain socket's method: SSLSocket.shutdown would forget the keys under a reading thread.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR if reading else socket.SHUT_WR)
+
+
+def _drain(sock: socket.socket) -> None:
+    scrap = bytearray(64 << 10)
+    with contextlib.suppress(OSError):
+        for _ in range(256):
+            if not sock.recv_into(scrap, 0, socket.MSG_DONTWAIT):
+                break

@@ -1,0 +1,136 @@
+"""Frames into a stream: at once where the kernel has room, else by a thread from a queue bounded in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from torchslicer.errors import DeadlineError, PeerClosedError, TransportError
+from torchslicer.transport.base import ChannelOptions, ChannelStats, Deadline
+from torchslicer.transport.frame import HEADER_BYTES, Frame, encode_header
+from torchslicer.transport.queue import again
+from torchslicer.transport.stream import Stream
+
+
+class FrameWriter:
+    """Writes frames in the order of :meth:`send`.
+
+    When nothing is queued, the caller writes by itself as much as the kernel takes, which saves two changes of thread
+    a frame. The thread exists from the first frame on that did not fit.
+    """
+
+    def __init__(self, stream: Stream, stats: ChannelStats, *, peer: str, options: ChannelOptions) -> None:
+        self._stream, self._stats, self._peer, self._options = stream, stats, peer, options
+        self._pending: deque[tuple[list[memoryview], int]] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.error: TransportError | None = None
+
+    def send(self, frame: Frame, deadline: Deadline) -> None:
+        """Write or queue *frame*.
+
+        Raises:
+            DeadlineError: The queue stayed full.
+            TransportError: The writer has ended.
+        """
+        buffers = [memoryview(encode_header(frame.header)), frame.wire()]
+        size = HEADER_BYTES + len(buffers[1])
+        with self._changed:
+            if self._pending:
+                self._wait_for_room(size, deadline)
+            if self.error is not None:
+                raise again(self.error)
+            if self._pending or not self._write_now(buffers):
+                self._enqueue(buffers, size)
+            self._stats.frames_sent += 1
+            self._stats.bytes_sent += size
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Wait until everything is with the kernel; say whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending or self.error is not None, deadline.remaining_s)
+
+    def end(self, error: TransportError) -> None:
+        """Forget what is queued and let every further call raise *error*. The first end counts."""
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._pending.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the thread, after :meth:`end`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _wait_for_room(self, size: int, deadline: Deadline) -> None:
+        limit = self._options.send_queue_bytes
+        ready: Callable[[], bool] = lambda: (  # noqa: E731
+            self.error is not None or not self._pending or self._bytes + size <= limit
+        )
+        if not ready() and not self._changed.wait_for(ready, deadline.remaining_s):
+            raise DeadlineError(
+                f"{self._peer} took too little within {deadline.timeout_s:g} s: {self._bytes} bytes wait in a queue "
+                f"of {limit}"
+            )
+
+    def _write_now(self, buffers: list[memoryview]) -> bool:
+        """Write what the kernel takes without waiting; say whether that was all."""
+        try:
+            while count := self._stream.write(buffers, wait=False):
+                if _advance(buffers, count):
+                    return True
+        except PeerClosedError as error:
+            self.end(error)
+            raise
+        return False
+
+    def _enqueue(self, buffers: list[memoryview], size: int) -> None:
+        self._pending.append((buffers, size))
+        self._bytes += size
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"send to {self._peer}", daemon=True)
+            self._thread.start()
+        elif len(self._pending) == 1:  # only then it may be asleep
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._pending) or self.error is not None)
+                if self.error is not None:
+                    return
+                buffers, size = self._pending[0]
+            try:
+                self._write_all(buffers)
+            except TransportError as error:
+                self.end(error)
+                return
+            with self._changed:
+                if self._pending:  # not forgotten meanwhile
+                    self._pending.popleft()
+                    self._bytes -= size
+                self._changed.notify_all()
+
+    def _write_all(self, buffers: list[memoryview]) -> None:
+        stall = Deadline(self._options.stall_timeout_s)
+        while self.error is None:
+            count = self._stream.write(buffers, wait=True)
+            if count:
+                stall = Deadline(self._options.stall_timeout_s)
+                if _advance(buffers, count):
+                    return
+            elif stall.passed:
+                raise PeerClosedError(f"{self._peer} took no byte for {self._options.stall_timeout_s:g} s")
+
+
+def _advance(buffers: list[memoryview], count: int) -> bool:
+    """Drop the first *count* bytes; say whether nothing is left."""
+    while buffers and count >= len(buffers[0]):
+        count -= len(buffers.pop(0))
+    if buffers and count:
+        buffers[0] = buffers[0][count:]
+    return not buffers
