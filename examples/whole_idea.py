@@ -48,7 +48,7 @@ class Stage:
         """Run the piece, and keep what backward will need."""
         # The cut: a new leaf, so that autograd stops here and leaves the gradient for the stage before in `.grad`.
         leaf = received.detach().requires_grad_(received.is_floating_point())
-        output = self.module(leaf)
+        output: Tensor = self.module(leaf)
         self.stash[microbatch] = (leaf, output)
         return output.detach()  # only the numbers travel, no graph
 

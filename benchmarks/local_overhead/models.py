@@ -1,4 +1,4 @@
-"""The models that are measured: an 18-layer residual network for 32 x 32 images, a small GPT, and one that does nothing."""
+"""What is measured: an 18-layer residual network for 32 x 32 images, a small GPT, and a model that does nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 class ResidualBlock(nn.Module):
@@ -24,9 +24,9 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
+        y = functional.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return F.relu(y + self.shortcut(x))
+        return functional.relu(y + self.shortcut(x))
 
 
 class ResNet18(nn.Module):
@@ -44,7 +44,7 @@ class ResNet18(nn.Module):
         self.fc = nn.Linear(512, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
+        x = functional.relu(self.bn1(self.conv1(x)))
         for layer in self.layers:
             x = layer(x)
         return self.fc(x.mean((2, 3)))
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The embedding is tied to the head. Logits are ``(batch, vocabulary, length)``, as nn.CrossEntropyLoss takes them."""
+    """Embedding and head are tied. Logits are ``(batch, vocabulary, length)``, as nn.CrossEntropyLoss takes them."""
 
     def __init__(self, vocabulary: int, width: int, length: int, layers: int, heads: int = 8) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
+import datetime as dt
 import json
 import platform
 import statistics
@@ -44,7 +44,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Loop:
     """The loop that people write by hand; with micro-batches it accumulates gradients."""
 
-    def __init__(self, model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, pieces: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, pieces: int = 1
+    ) -> None:
         self.model, self.criterion, self.optimizer, self.pieces = model, criterion, optimizer, pieces
 
     def step(self, batch: Batch) -> float:
@@ -239,7 +241,7 @@ def environment(threads: int) -> str:
     if Path("/proc/cpuinfo").exists():
         models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         cpu = f"{len(models)} x {models[0].partition(':')[2].strip()}" if models else cpu
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    today = dt.datetime.now(tz=dt.timezone.utc).date()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, torchslicer {ts.__version__}"
     return f"{today}; {versions}; {platform.system()} {platform.release()}; {cpu}; {threads} thread(s)\n"
 

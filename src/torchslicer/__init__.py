@@ -37,8 +37,9 @@ from torchslicer.graph.stages import (
     SimpleEmbedStage,
 )
 from torchslicer.partition import Plan, register_strategy
-
-__version__ = "0.3.0"
+from torchslicer.serving import run_worker
+from torchslicer.simulation import simulate
+from torchslicer.version import __version__
 
 __all__ = [
     "AuxInputStage",
@@ -66,5 +67,7 @@ __all__ = [
     "__version__",
     "add_aux_loss",
     "register_strategy",
+    "run_worker",
+    "simulate",
     "slice",
 ]

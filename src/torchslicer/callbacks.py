@@ -48,6 +48,8 @@ class CallbackList:
     """Calls callbacks in order."""
 
     def __init__(self, callbacks: Sequence[TrainingCallback]) -> None:
+        if isinstance(callbacks, TrainingCallback):
+            raise ConfigError(f"callbacks: expected a list of callbacks, got one; write callbacks=[{callbacks!r}]")
         for callback in callbacks:
             if not isinstance(callback, TrainingCallback):
                 raise ConfigError(

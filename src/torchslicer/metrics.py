@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from torchslicer.errors import ConfigError, nearest
+from torchslicer.errors import CallbackError, ConfigError, DataError, UserError, nearest
+from torchslicer.pipeline.batch import describe
 from torchslicer.pipeline.criterion import Criterion
 
 MetricFunction = Callable[[Any, Any], "float | torch.Tensor"]
@@ -30,12 +32,25 @@ class StatefulMetric(Protocol):
 MetricSpec = Mapping[str, "MetricFunction | StatefulMetric"] | Sequence[str] | None
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
+def accuracy(output: Any, target: Any) -> float:
     """Share of right classes: *output* scores ``(B, C, ...)``, *target* classes ``(B, ...)``.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     0.5
+
+    Raises:
+        DataError: Shapes or types do not fit.
     """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        raise DataError(
+            f"metric accuracy: expected tensors, got {describe(output)} and {describe(target)}; pass a function of "
+            'your own, such as metrics={"accuracy": lambda output, target: ...}'
+        )
+    if output.dim() < 2 or output.shape[:1] + output.shape[2:] != target.shape:
+        raise DataError(
+            "metric accuracy: expected scores (B, C, ...) and classes (B, ...), got "
+            f"{tuple(output.shape)} and {tuple(target.shape)}; pass a function of your own for other forms"
+        )
     return float((output.argmax(1) == target).float().mean())
 
 
@@ -53,14 +68,17 @@ def resolve_metrics(spec: MetricSpec) -> dict[str, MetricFunction | StatefulMetr
     if isinstance(spec, str):
         spec = [spec]
     if not isinstance(spec, Mapping):
-        return {name: _named(name) for name in spec}
+        return {name: _known(name) for name in spec}
     for name, metric in spec.items():
-        if not callable(metric) and not isinstance(metric, StatefulMetric):
-            raise ConfigError(f"metrics: '{name}' must be a function (output, target) or have update/compute/reset")
+        if isinstance(metric, type) or not (callable(metric) or isinstance(metric, StatefulMetric)):
+            raise ConfigError(
+                f"metrics: '{name}' must be a function (output, target), or an object (not a class) that has "
+                f"update/compute/reset; got {metric!r}"
+            )
     return dict(spec)
 
 
-def _named(name: str) -> MetricFunction:
+def _known(name: str) -> MetricFunction:
     if name not in _BY_NAME:
         raise ConfigError(f"metrics: unknown name {name!r}{nearest(str(name), _BY_NAME)} (known: {sorted(_BY_NAME)})")
     return _BY_NAME[name]
@@ -87,10 +105,11 @@ class Totals:
         """Take the output of a batch in."""
         self.samples += size
         for name, metric in self._metrics.items():
-            if isinstance(metric, StatefulMetric):
-                metric.update(output, target)
-            else:
-                self._sums[name] += float(metric(output, target)) * size
+            with _named(name):
+                if isinstance(metric, StatefulMetric):
+                    metric.update(output, target)
+                else:
+                    self._sums[name] += float(metric(output, target)) * size
 
     def add_loss(self, loss: float, criterion: Criterion, target: Any, size: int) -> None:
         """Take the loss of a batch in."""
@@ -105,6 +124,17 @@ class Totals:
         """Return the metrics over everything taken in."""
         result = {"loss": self._loss / self._count if self._count else float("nan")} if self._has_loss else {}
         for name, metric in self._metrics.items():
-            value = metric.compute() if isinstance(metric, StatefulMetric) else self._sums[name] / max(self.samples, 1)
-            result[name] = float(value)
+            with _named(name):
+                mean = self._sums[name] / max(self.samples, 1)
+                result[name] = float(metric.compute() if isinstance(metric, StatefulMetric) else mean)
         return result
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a user's metric may raise anything; it goes on with the metric's name
+        raise CallbackError(f"metric '{name}': {type(error).__name__}: {error}") from error

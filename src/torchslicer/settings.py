@@ -55,6 +55,9 @@ def resolve_config(settings: TrainSettings, config: RunConfig | None) -> RunConf
 def _resolve_pipeline(settings: TrainSettings, resolved: RunConfig) -> None:
     pipeline = resolved.pipeline
     count = _one_count(settings)
+    if count is not None:
+        pipeline.n_micro = count
+        count = pipeline.n_micro  # checked, and an integer now
     if settings.use_gpipe and settings.schedule not in (None, "gpipe"):
         raise ConfigError(f"use_gpipe=True contradicts schedule={settings.schedule!r}; give one of them")
     if settings.use_gpipe is False and settings.schedule is None and (count or 1) > 1:
@@ -68,10 +71,8 @@ def _resolve_pipeline(settings: TrainSettings, resolved: RunConfig) -> None:
     if settings.use_gpipe:
         pipeline.schedule = None
         pipeline.use_gpipe = True
-    if count is not None:
-        pipeline.n_micro = count
-        if not pipeline.use_gpipe and pipeline.schedule is None and count > 1:
-            pipeline.schedule = "gpipe"
+    if count is not None and count > 1 and not pipeline.use_gpipe and pipeline.schedule is None:
+        pipeline.schedule = "gpipe"
 
 
 def _one_count(settings: TrainSettings) -> int | None:

@@ -79,19 +79,18 @@ class Trainer:
             RunError: A stage or a callback failed, or the loss is not finite.
         """
         state, started = _State(), time.perf_counter()
-        self.executor.setup(self.cut, self.options)
         try:
+            self.executor.setup(self.cut, self.options)
             self._begin(run)
             for epoch in range(1, run.epochs + 1):
                 self._epoch(run, epoch, state)
+            self.executor.teardown()
             self.callbacks.call("on_train_end", [dict(record) for record in state.history])
         except BaseException as error:
+            self.executor.teardown(failed=True)
             self._end(state, started, error)
             raise
-        else:
-            self._end(state, started, None)
-        finally:
-            self.executor.teardown()
+        self._end(state, started, None)
         return state.history
 
     def _begin(self, run: Run) -> None:
@@ -124,9 +123,14 @@ class Trainer:
         self.callbacks.call("on_epoch_begin", epoch)
         started = time.perf_counter()
         raw = run.first_epoch if epoch == 1 else iter(run.loader)
+        groups = _grouped(raw, run.reader, self.options.accumulate)
+        if self.executor.wants_upcoming:
+            pairs: Iterator[tuple[list[Batch], list[Batch] | None]] = _with_next(groups)
+        else:
+            pairs = ((batches, None) for batches in groups)
         results = [
-            self._step(batches, epoch, number, state)
-            for number, batches in enumerate(_grouped(raw, run.reader, self.options.accumulate))
+            self._step(batches, upcoming, epoch=epoch, number=number, state=state)
+            for number, (batches, upcoming) in enumerate(pairs)
         ]
         if not results:
             raise DataError(_nothing_left(epoch))
@@ -137,9 +141,11 @@ class Trainer:
         self.executor.end_epoch(record)
         state.history.append(self.callbacks.epoch_end(epoch, record))
 
-    def _step(self, batches: Sequence[Batch], epoch: int, number: int, state: _State) -> StepResult:
+    def _step(
+        self, batches: Sequence[Batch], upcoming: Sequence[Batch] | None, *, epoch: int, number: int, state: _State
+    ) -> StepResult:
         started = time.perf_counter()
-        result = self.executor.train_step(batches, state.step)
+        result = self.executor.train_step(batches, state.step, upcoming)
         event = StepEnded(
             step=state.step,
             epoch=epoch,
@@ -207,6 +213,15 @@ def _grouped(raw: Iterator[Any], reader: BatchReader, accumulate: int) -> Iterat
     """Yield the batches of each step; the last step of an epoch may have fewer."""
     while group := [reader.read(item) for item in itertools.islice(raw, accumulate)]:
         yield group
+
+
+def _with_next(groups: Iterator[list[Batch]]) -> Iterator[tuple[list[Batch], list[Batch] | None]]:
+    """Yield the batches of each step together with those of the step after it in the epoch."""
+    current = next(groups, None)
+    while current is not None:
+        following = next(groups, None)
+        yield current, following
+        current = following
 
 
 def _nothing_left(epoch: int) -> str:

@@ -36,6 +36,7 @@ def test_a_model_of_each_kind(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", THOROUGH)
 def test_more_models(name: str) -> None:
     check(name)

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import stat
-import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
 
@@ -17,9 +16,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from torchslicer.cli.certs import certs
+from torchslicer.cluster import security
 from torchslicer.cluster.security import Authority, Identity, Material, SecretBytes, write_deployment
 from torchslicer.cluster.security.files import read_private, read_public, write_private
-from torchslicer.errors import SecurityError
+from torchslicer.errors import ConfigError, SecurityError
 
 CANARY = b"canary-9f31c7"
 
@@ -161,16 +161,11 @@ def test_a_run_id_that_could_mean_something_else_is_refused(scope):
         Identity(scope, "worker-0")
 
 
-def test_without_cryptography_the_message_names_the_extra():
-    code = """
-import sys
-sys.modules["cryptography"] = None
-from torchslicer.cluster import security
-security.JoinString.create("run-1", bytes(32), expires_at=2_000_000_000)
-try:
-    security.Authority
-except ValueError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "pip install 'torchslicer[grpc]'" in done.stdout
+def test_without_cryptography_the_message_names_the_extra(monkeypatch):
+    for name in ("certificates", "authority", "handshake", "exchange"):
+        monkeypatch.delitem(sys.modules, f"torchslicer.cluster.security.{name}", raising=False)
+    monkeypatch.delattr(security, "certificates", raising=False)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert security.JoinString.create("run-1", bytes(32), expires_at=2_000_000_000).run_id == "run-1"
+    with pytest.raises(ConfigError, match=r"pip install 'torchslicer\[grpc\]'"):
+        _ = security.Authority

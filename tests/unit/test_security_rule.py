@@ -55,8 +55,9 @@ def test_loopback_always_starts(role, transport, bind):
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize(("tls", "token", "pinned", "coordinator", "others", "unsafe"), BEYOND_TABLE)
-def test_beyond_loopback(role, tls, token, pinned, coordinator, others, unsafe):
+@pytest.mark.parametrize("cell", BEYOND_TABLE, ids=lambda cell: "-".join(map(str, cell[:3])))
+def test_beyond_loopback(role, cell):
+    tls, token, pinned, coordinator, others, unsafe = cell
     expected = coordinator if role == "coordinator" else others
     for transport, bind, (argument, environment) in itertools.product(TRANSPORTS, BEYOND, FLAGS):
         decision = decide(

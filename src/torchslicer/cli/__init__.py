@@ -13,9 +13,11 @@ import click
 import torch
 
 import torchslicer
+from torchslicer.cli.certs import certs
 from torchslicer.cli.demo import demo
 from torchslicer.cli.plan import plan
 from torchslicer.cli.schedule import schedule
+from torchslicer.cli.worker import worker
 from torchslicer.errors import TorchSlicerError
 
 __all__ = ["main"]
@@ -46,3 +48,5 @@ def main(*, debug: bool) -> None:  # _Commands reads it from the context
 main.add_command(demo)
 main.add_command(plan)
 main.add_command(schedule)
+main.add_command(certs)
+main.add_command(worker)

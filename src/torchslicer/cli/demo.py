@@ -100,8 +100,8 @@ def run(settings: Settings) -> None:
     _title("Schedule of a step")
     click.echo(described(named_schedule(settings.schedule, settings.n, settings.microbatches)), nl=False)
     _title(
-        f"Training on {len(train.labels)} handwritten digits: {settings.epochs} epochs, batches of {_BATCH_SIZE} in "
-        f"{settings.microbatches} micro-batch{'' if settings.microbatches == 1 else 'es'}"
+        f"Training on {len(train.labels)} handwritten digits; epochs: {settings.epochs}, batch size: {_BATCH_SIZE}, "
+        f"micro-batches: {settings.microbatches}"
     )
     seconds = _train_sliced(sliced, train, config, settings)
     accuracy = sliced.evaluate(Loader(test, _BATCH_SIZE), metrics=["accuracy"])["accuracy"]

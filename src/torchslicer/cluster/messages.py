@@ -96,6 +96,7 @@ class Assign(Message):
     generation: Count
     rank: Small
     threads: Small
+    secret: Text
     transport: Literal["tcp", "grpc"]
     peers: list[Peer] = Field(max_length=1024)
     links: list[Small] = Field(max_length=1024)
@@ -259,12 +260,13 @@ class Abort(Message):
 
 
 class Attach(Message):
-    """First message on a data channel: who connects, for which run."""
+    """First message on a data channel: who connects, for which run; ``secret`` is that of the run."""
 
     type: Literal["attach"] = "attach"
     run_id: Text
     generation: Count
     rank: int
+    secret: Text
 
 
 class Attached(Message):

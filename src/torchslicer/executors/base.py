@@ -46,19 +46,24 @@ class ForwardResult:
 
 
 class Executor(Protocol):
-    """Runs a cut model. Calls come in this order: ``setup``, then steps and epochs, then ``teardown``."""
+    """Runs a cut model. Calls come in this order: ``setup``, then steps and epochs, then ``teardown``.
+
+    ``wants_upcoming`` says whether steps should be told of the batches that come after them, to send them ahead.
+    """
+
+    wants_upcoming: bool
 
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
         """Get ready to train."""
 
-    def train_step(self, batches: Sequence[Batch], step: int) -> StepResult:
+    def train_step(self, batches: Sequence[Batch], step: int, upcoming: Sequence[Batch] | None = None) -> StepResult:
         """Run one optimizer step on *batches* (several when gradients are accumulated)."""
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
         """Advance schedulers that step once an epoch."""
 
-    def teardown(self) -> None:
-        """Release everything; the model holds the trained weights."""
+    def teardown(self, *, failed: bool = False) -> None:
+        """Release everything; unless the run *failed*, the model holds the trained weights."""
 
     def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
         """Run a batch in evaluation mode without changing any state."""

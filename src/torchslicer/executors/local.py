@@ -35,6 +35,8 @@ class LocalExecutor:
         ... )
     """
 
+    wants_upcoming = False
+
     def __init__(self) -> None:
         self._run: _LocalRun | None = None
         self._evaluator: _Evaluator | None = None
@@ -48,7 +50,12 @@ class LocalExecutor:
         """Place the stages on their devices and make their optimizers."""
         self._run = _LocalRun(cut, options)
 
-    def train_step(self, batches: Sequence[Batch], step: int) -> StepResult:
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        upcoming: Sequence[Batch] | None = None,  # noqa: ARG002 - nothing is to be sent ahead
+    ) -> StepResult:
         """Run one optimizer step.
 
         Raises:
@@ -65,7 +72,7 @@ class LocalExecutor:
         """Advance the schedulers that step once an epoch."""
         self._running().rank.advance("epoch", metrics)
 
-    def teardown(self) -> None:
+    def teardown(self, *, failed: bool = False) -> None:  # noqa: ARG002 - here nothing is to be fetched
         """Let go of the run."""
         if self._run is not None:
             self._run.rank.close()

@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from torchslicer.errors import SliceError, TraceError
-from torchslicer.graph.model import GraphInput, ModelGraph, Node, Ref
+from torchslicer.graph.checks import hand_on
+from torchslicer.graph.model import SOURCES, GraphInput, ModelGraph, Node, Ref, iter_refs, map_refs
 from torchslicer.graph.tracer import WholeModuleTracer
 from torchslicer.graph.units import form_units
 
@@ -45,7 +46,13 @@ def required_inputs(model: nn.Module) -> tuple[str, ...]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    parameters = inspect.signature(model.forward).parameters.values()
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except ValueError as error:  # a traced TorchScript module
+        raise SliceError(
+            f"the inputs of {type(model).__name__} cannot be read from its forward pass; put it into a module of your "
+            "own whose forward names them"
+        ) from error
     return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
@@ -91,8 +98,9 @@ class _Converter:
     def convert(self) -> ModelGraph:
         body = [node for node in self.graph.nodes if node.op != "output"]
         self.index = {node: index for index, node in enumerate(body)}
-        nodes = tuple(self._node(node) for node in body)
+        traced = [self._node(node) for node in body]
         output = next(node for node in self.graph.nodes if node.op == "output")
+        nodes, output = _with_own_outputs(traced, self._argument(output.args[0]))
         return ModelGraph(
             source="sequential" if type(self.model) is nn.Sequential else "fx",
             model=self.model,
@@ -103,7 +111,7 @@ class _Converter:
             nodes=nodes,
             units=form_units(nodes, self.modules, tensor_names(self.model), self._kind),
             inputs=tuple(GraphInput(n.target, n.index) for n in nodes if n.op == "input"),
-            output=self._argument(output.args[0]),
+            output=output,
             attempts=tuple(f"kept whole: {path}: {why}" for path, why in self.tracer.kept_whole.items()),
         )
 
@@ -147,3 +155,14 @@ class _Converter:
         if isinstance(value, slice):
             return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
         return value
+
+
+def _with_own_outputs(nodes: Sequence[Node], output: Any) -> tuple[tuple[Node, ...], Any]:
+    """Let an operation hand on a tensor of the model that is an output as it is, so that this is a use like others."""
+    made = list(nodes)
+    handed: dict[int, Ref] = {}
+    for index in dict.fromkeys(ref.index for ref in iter_refs(output)):
+        if nodes[index].op in SOURCES:
+            handed[index] = Ref(len(made))
+            made.append(Node(len(made), f"output_{nodes[index].name}", "function", hand_on, (Ref(index),)))
+    return tuple(made), map_refs(output, lambda ref: handed.get(ref.index, ref))

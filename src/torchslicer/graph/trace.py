@@ -11,6 +11,7 @@ from torchslicer.errors import TraceError
 from torchslicer.graph.fx import input_names, required_inputs, tensor_names, trace_fx
 from torchslicer.graph.model import GraphInput, ModelGraph, Node, Ref, Unit
 from torchslicer.graph.pack import Pack, trace_pack
+from torchslicer.graph.tracer import HiddenStateError
 
 
 def trace(
@@ -37,6 +38,8 @@ def trace(
     try:
         if not skip_fx:
             return trace_fx(model, names if names is not None else required_inputs(model))
+    except HiddenStateError as error:  # an export would record that one call just as well
+        return whole(model, names, [*attempts, f"torch.fx: {error}"])
     except TraceError as error:
         attempts.append(str(error))
     if example is None:

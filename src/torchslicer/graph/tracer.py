@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from torchslicer.errors import SliceError, TraceError
+from torchslicer.graph.attributes import AttributeSnapshot, own_copy
 from torchslicer.graph.model import Ambient
 
 _DESCENDED = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 _RANDOM_FACTORIES = ("rand", "randn", "randint", "randperm", "normal")
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_TRACING = threading.RLock()
+"""A trace replaces methods of torch for all threads, so there is one at a time."""
+
+
+class HiddenStateError(TraceError):
+    """The record of a forward pass would hold for one call only."""
 
 
 class WholeModuleTracer(fx.Tracer):
@@ -39,13 +49,15 @@ class WholeModuleTracer(fx.Tracer):
         self.constants: dict[str, torch.Tensor] = {}
         self.input_names: dict[str, str] = {}
         self._scopes: list[str] = [""]
+        self._thread = threading.get_ident()
         self._tensor_paths: dict[int, str] = {}
 
     def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:  # type: ignore[override]
         """Record the forward pass of *root*; `TraceError` if that is not possible."""
+        self._thread = threading.get_ident()
         self._tensor_paths = {id(tensor): name for name, tensor in _named_tensors(root)}
         self._outer_autocast = _autocast_state()
-        with torch.enable_grad(), _unchanged(root), self._recorded_calls():
+        with _TRACING, torch.enable_grad(), _unchanged(root), self._recorded_calls():
             return super().trace(root, concrete_args)
 
     def create_args_for_root(
@@ -65,11 +77,11 @@ class WholeModuleTracer(fx.Tracer):
                 kwargs[parameter.name] = value
             else:
                 args.append(value)
-        return lambda: root_fn(*args, **kwargs), []
+        return lambda: self._repeatable(self.root, lambda: root_fn(*args, **kwargs)), []
 
     def _input(self, parameter: inspect.Parameter) -> Any:
         if parameter.name not in self.given:
-            return parameter.default
+            return own_copy(parameter.default)
         proxy = self.create_proxy("placeholder", parameter.name, (), {})
         self.input_names[proxy.node.name] = parameter.name
         return proxy
@@ -86,27 +98,73 @@ class WholeModuleTracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Descend into *m*; where its forward pass cannot be traced, keep it whole."""
+        if self._is_elsewhere():
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if path in self.kept_whole or self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
-        last = next(reversed(self.graph.nodes), None)
+        last = self._last_node()
         self._scopes.append(path)
         try:
-            return forward(*args, **kwargs)
-        except SliceError:
-            raise
+            return self._repeatable(m, lambda: forward(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 - user code that meets a proxy may raise anything; the reason is kept
-            self._forget_nodes_after(last)
+            self._forget(self._nodes_after(last))
             self.kept_whole[path] = f"{type(m).__name__}: {_reason(error)}"
         finally:
             self._scopes.pop()
         return self.create_proxy("call_module", path, args, kwargs)
 
-    def _forget_nodes_after(self, last: fx.Node | None) -> None:
-        for node in reversed(list(self.graph.nodes)):
-            if node is last:
-                return
+    def _last_node(self) -> fx.Node | None:
+        return next(reversed(self.graph.nodes), None)
+
+    def _nodes_after(self, last: fx.Node | None) -> list[fx.Node]:
+        nodes = list(self.graph.nodes)
+        return nodes if last is None else nodes[nodes.index(last) + 1 :]
+
+    def _forget(self, nodes: Sequence[fx.Node]) -> None:
+        for node in reversed(nodes):
             self.graph.erase_node(node)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Stand in for parameters and buffers, in the thread that traces."""
+        return attr_val if self._is_elsewhere() else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def _is_elsewhere(self) -> bool:
+        return threading.get_ident() != self._thread
+
+    def _repeatable(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Run *call*, the forward pass of *module*, and make sure that its record does not hold for this call only.
+
+        Raises:
+            HiddenStateError: It drew random numbers or chose its way by them, or it keeps state in an attribute.
+        """
+        before, last = AttributeSnapshot.take([module]), self._last_node()
+        with _unmoved_generators() as moved:
+            result = call()
+            whose = moved()
+        if whose:
+            kind = TraceError if whose == "torch" else HiddenStateError
+            raise kind(f"{type(module).__name__}.forward draws random numbers ({whose}) that would become constants")
+        changed = before.changed()
+        if changed:
+            self._refuse_state(module, changed, call, last)
+        return result
+
+    def _refuse_state(self, module: nn.Module, changed: list[str], call: Callable[[], Any], last: Any) -> None:
+        """Call again: if the record is another one, the forward pass depends on what the call before left."""
+        first = self._nodes_after(last)
+        after = AttributeSnapshot.take([module])
+        with _unmoved_generators():
+            call()
+        second = self._nodes_after(first[-1] if first else last)
+        same = _outline(first, self.constants) == _outline(second, self.constants)
+        self._forget(second)
+        after.restore()
+        if not same:
+            raise HiddenStateError(
+                f"{type(module).__name__}.forward keeps state from call to call in {', '.join(map(repr, changed))}; "
+                "keep it in a registered buffer that is changed in place"
+            )
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Create a node that remembers which module issued it and under which contexts."""
@@ -157,7 +215,7 @@ class WholeModuleTracer(fx.Tracer):
     def _apply_recorder(self, stock: Any) -> Callable[..., Any]:
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             call = stock.__get__(None, cls)
-            if any(isinstance(arg, fx.Proxy) for arg in args):
+            if any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values())):
                 return self.create_proxy("call_function", call, args, kwargs)
             return call(*args, **kwargs)
 
@@ -165,6 +223,8 @@ class WholeModuleTracer(fx.Tracer):
 
     def _factory_recorder(self, factory: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
+            if self._is_elsewhere():
+                return factory(*args, **kwargs)
             return self.create_proxy("call_function", factory, args, kwargs)
 
         return record
@@ -196,15 +256,52 @@ def _reason(error: BaseException) -> str:
 @contextlib.contextmanager
 def _unchanged(root: nn.Module) -> Iterator[None]:
     """Undo what a traced forward pass did to attributes; refuse one that hides a loss in an attribute."""
-    before = {module: dict(vars(module)) for module in root.modules()}
+    before = AttributeSnapshot.take(root.modules())
     try:
         yield
         for path, module in root.named_modules():
-            _refuse_hidden_loss(path, vars(module), before.get(module, {}))
+            _refuse_hidden_loss(path, vars(module), before.attributes.get(module, {}))
     finally:
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
+        before.restore()
+
+
+@contextlib.contextmanager
+def _unmoved_generators() -> Iterator[Callable[[], str]]:
+    """Put the global random generators back afterwards; what is yielded names one that has moved, if any."""
+    python, other, own = random.getstate(), _numpy_state(), torch.default_generator.get_state()
+
+    def moved() -> str:
+        numbers = _numpy_state()
+        if random.getstate() != python:
+            return "random"
+        if numbers[2] != other[2] or not np.array_equal(numbers[1], other[1]):
+            return "numpy"
+        return "" if torch.equal(torch.default_generator.get_state(), own) else "torch"
+
+    try:
+        yield moved
+    finally:
+        random.setstate(python)
+        np.random.set_state(other)  # noqa: NPY002 - the global one
+        torch.default_generator.set_state(own)
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()  # noqa: NPY002 - the global one is what models draw from
+
+
+def _outline(nodes: Sequence[fx.Node], constants: Mapping[str, torch.Tensor]) -> list[Any]:
+    """What *nodes* do, in a form that two records of the same operations share."""
+    number = {node: index for index, node in enumerate(nodes)}
+
+    def place(node: fx.Node) -> Any:
+        return f"inside {number[node]}" if node in number else f"outside {node.name}"
+
+    def target(node: fx.Node) -> Any:
+        constant = constants.get(str(node.target))
+        return node.target if constant is None else constant.tolist()
+
+    return [(n.op, target(n), repr(fx.node.map_arg((n.args, n.kwargs), place)), n.meta["ambient"]) for n in nodes]
 
 
 def _refuse_hidden_loss(path: str, now: dict[str, Any], before: dict[str, Any]) -> None:

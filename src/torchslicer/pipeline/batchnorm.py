@@ -31,7 +31,7 @@ class DeferredStatistics:
 
     def __init__(self, modules: dict[str, _BatchNorm]) -> None:
         self.modules = modules
-        self._sums: dict[_BatchNorm, list[Any]] = {}
+        self._sums: dict[_BatchNorm, Statistics] = {}
         self._paused = False
 
     @contextlib.contextmanager
@@ -39,7 +39,7 @@ class DeferredStatistics:
         """Watch the modules; their own updates are off meanwhile."""
         handles = []
         for module in self.modules.values():
-            handles.append(module.register_forward_pre_hook(self._before))
+            handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             handles.append(module.register_forward_hook(self._after, always_call=True))
         try:
             yield
@@ -57,20 +57,15 @@ class DeferredStatistics:
         finally:
             self._paused = before
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, _BatchNorm)
         if not module.training:
             return
         module.track_running_stats = False
         if self._paused:
             return
-        inputs = args[0].detach()
-        over = [dim for dim in range(inputs.dim()) if dim != 1]
-        values = inputs.to(torch.float64 if inputs.dtype == torch.float64 else torch.float32)
-        entry = self._sums.setdefault(module, [0, 0.0, 0.0])
-        entry[0] += inputs.numel() // inputs.shape[1]
-        entry[1] = entry[1] + values.sum(over)
-        entry[2] = entry[2] + values.square().sum(over)
+        inputs = (args[0] if args else kwargs["input"]).detach()
+        self._sums[module] = _joined(self._sums.get(module), _statistics(inputs))
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         assert isinstance(module, _BatchNorm)
@@ -79,13 +74,34 @@ class DeferredStatistics:
     @torch.no_grad()
     def apply(self) -> None:
         """Update the running statistics by those of the whole step, once."""
-        for module, (count, total, total_of_squares) in self._sums.items():
+        for module, (count, mean, squares) in self._sums.items():
             if module.running_mean is None or module.running_var is None or module.num_batches_tracked is None:
                 continue
             module.num_batches_tracked.add_(1)
             momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-            mean = total / count
-            variance = (total_of_squares / count - mean.square()) * (count / max(count - 1, 1))
-            module.running_mean.mul_(1 - momentum).add_(mean * momentum)
-            module.running_var.mul_(1 - momentum).add_(variance * momentum)
+            variance = squares / max(count - 1, 1)
+            module.running_mean.mul_(1 - momentum).add_(mean.to(module.running_mean) * momentum)
+            module.running_var.mul_(1 - momentum).add_(variance.to(module.running_var) * momentum)
         self._sums.clear()
+
+
+Statistics = tuple[int, torch.Tensor, torch.Tensor]
+"""Number of values of a channel, their mean, and the sum of their squared distances from it."""
+
+
+def _statistics(inputs: torch.Tensor) -> Statistics:
+    over = [dim for dim in range(inputs.dim()) if dim != 1]
+    values = inputs if inputs.dtype == torch.float64 else inputs.float()
+    count = inputs.numel() // inputs.shape[1]
+    variance, mean = torch.var_mean(values, over, correction=0)
+    return count, mean.double(), variance.double() * count
+
+
+def _joined(known: Statistics | None, new: Statistics) -> Statistics:
+    """Join the statistics of two sets of values (Chan, Golub and LeVeque, 1979): no large squares are subtracted."""
+    if known is None:
+        return new
+    count = known[0] + new[0]
+    apart = new[1] - known[1]
+    mean = known[1] + apart * (new[0] / count)
+    return count, mean, known[2] + new[2] + apart.square() * (known[0] * new[0] / count)

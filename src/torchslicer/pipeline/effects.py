@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from torchslicer.graph.model import SOURCES, ModelGraph, Node, Ref, iter_refs, map_refs
-from torchslicer.pipeline.buffers import preserved_buffers
 from torchslicer.pipeline.interpreter import Environment, Instruction, Program
-from torchslicer.pipeline.rng import preserved_rng
+from torchslicer.pipeline.untouched import own_inputs, untouched
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class _Watcher:
         self.memory = _Memory({}, {}, [])
         self.mutations: list[Mutation] = []
         self.shared_with: dict[int, tuple[int, ...]] = {}
+        self.closed: dict[int, str] = {}
 
     @contextlib.contextmanager
     def __call__(self, instruction: Instruction, environment: Environment) -> Iterator[None]:
@@ -84,22 +85,50 @@ class _Watcher:
         """Remember who made the result; a tensor handed through unchanged keeps its maker."""
         new = [tensor for tensor in _tensors(result) if id(tensor) not in unchanged_arguments]
         self.memory.note(new, node.index)
+        closed = [type(leaf).__name__ for leaf in pytree.tree_leaves(result) if _holds_tensors(leaf)]
+        if closed:
+            self.closed[node.index] = closed[0]
 
 
 def analyse(graph: ModelGraph, inputs: Mapping[str, Any]) -> ModelGraph:
     """Run *graph* once on *inputs* and return it with in-place operations and shared memory accounted for.
 
-    Leaves buffers and the global generator as they were.
+    Leaves the model, the inputs and the global generators as they were.
     """
     watcher = _Watcher(graph)
-    with torch.no_grad(), preserved_buffers(graph.model), preserved_rng():
+    inputs = own_inputs(inputs)
+    with torch.no_grad(), untouched(graph.model):
         environment: Environment = {entry.node: inputs[entry.name] for entry in graph.inputs}
         for node, value in environment.items():
             watcher.memory.note(value, node)
         Program(graph, range(len(graph.units)), keep=range(len(graph.nodes))).run(environment, observe=watcher)
+    graph = _kept_together(graph, watcher.closed)
     if not watcher.mutations:
         return graph
     return _glued(_renamed(graph, watcher.mutations), watcher)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether *leaf* is an object with tensors inside that nothing here can take apart (a dataclass, say)."""
+    if isinstance(leaf, (torch.Tensor, nn.Module, type)):
+        return False
+    inside = {name: getattr(leaf, name, None) for name in (*getattr(leaf, "__dict__", ()), *_slots(leaf))}
+    return any(isinstance(tensor, torch.Tensor) for tensor in pytree.tree_leaves(inside))
+
+
+def _slots(leaf: Any) -> tuple[str, ...]:
+    slots = getattr(type(leaf), "__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _kept_together(graph: ModelGraph, closed: Mapping[int, str]) -> ModelGraph:
+    """Forbid cuts between the maker and the users of an object whose tensors cannot be taken out."""
+    forbidden = dict(graph.forbidden)
+    for node, kind in closed.items():
+        first, last = graph.unit_of.get(node, 0), _last_user(graph, node)
+        reason = f"'{graph.nodes[node].name}' hands on a {kind}, whose tensors cannot cross a cut; use a tuple or dict"
+        forbidden.update(dict.fromkeys(range(first + 1, last + 1), reason))
+    return replace(graph, forbidden=forbidden)
 
 
 def _renamed(graph: ModelGraph, mutations: list[Mutation]) -> ModelGraph:

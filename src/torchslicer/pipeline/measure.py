@@ -16,11 +16,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchslicer.graph.model import ModelGraph
-from torchslicer.pipeline.buffers import preserved_buffers
 from torchslicer.pipeline.parameters import ParameterTable
-from torchslicer.pipeline.rng import preserved_rng
 from torchslicer.pipeline.runtime import Runtime
 from torchslicer.pipeline.stage import Result, Stage, StageOptions, Work, find_routes
+from torchslicer.pipeline.untouched import own_inputs, untouched
 from torchslicer.schedule import Action, ActionKind
 
 _CPU = torch.device("cpu")
@@ -52,13 +51,13 @@ def measure(graph: ModelGraph, inputs: Mapping[str, Any], *, repeats: int = 3) -
         repeats: How often to measure.
     """
     count = len(graph.units)
-    with preserved_rng(), preserved_buffers(graph.model), _preserved_gradients(graph):
+    with untouched(graph.model), _preserved_gradients(graph):
         table = ParameterTable(graph, range(count), [_CPU] * count)
         routes = find_routes(graph, range(count))
         options = StageOptions(loss=_SumOfOutputs())
         stages = {i: Stage(i, graph, range(count), routes, bind=table.bind, options=options) for i in range(count)}
         runtime = Runtime(stages)
-        work = [Work(0, inputs)]
+        work = [Work(0, own_inputs(inputs))]
         values: dict[str, int] = {}
         activations = tuple(_forward_with_bytes(graph, runtime, work, values))
         _timed_backward(runtime, work)

@@ -98,7 +98,7 @@ def build_optimizer_spec(spec: Any) -> OptimizerSpec:
 
     Args:
         spec: A name (``"adamw"``), ``{"name": ..., "params": {...}}``, a class, or a factory ``(params) ->
-            Optimizer``. ``params["groups"]`` is a list of ``{"match": pattern or patterns, option: value, ...}``.
+            Optimizer``. ``params["groups"]`` (or ``"groups"`` beside it) lists ``{"match": pattern or patterns, option: value, ...}``.
 
     Raises:
         ConfigError: If a name, parameter or value is unknown or impossible, the optimizer is LBFGS, or an instance.
@@ -111,7 +111,9 @@ def build_optimizer_spec(spec: Any) -> OptimizerSpec:
         return spec
     params: dict[str, Any] = {}
     if isinstance(spec, (str, Mapping)):
-        spec, params = read_spec(spec, "optimizer")
+        groups = spec.get("groups") if isinstance(spec, Mapping) else None
+        spec, params = read_spec(spec, "optimizer", extra=("groups",))
+        params |= {"groups": groups} if groups else {}
     if isinstance(spec, str):
         spec = find_class(spec, _optimizer_classes(), "optimizer")
     if isinstance(spec, functools.partial) and isinstance(spec.func, type) and not spec.args:

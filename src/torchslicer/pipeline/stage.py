@@ -72,6 +72,20 @@ def find_routes(graph: ModelGraph, stage_of: Sequence[int]) -> tuple[Route, ...]
     return tuple(routes)
 
 
+def inputs_of_stage(graph: ModelGraph, stage_of: Sequence[int], stage: int) -> tuple[str, ...]:
+    """Return the names of the model's inputs that *stage* uses; what the model returns is used in the last stage."""
+    used = {
+        ref
+        for unit in graph.units
+        if stage_of[unit.index] == stage
+        for node in unit.nodes
+        for ref in graph.nodes[node].refs
+    }
+    if stage == stage_of[-1]:
+        used |= {ref.index for ref in iter_refs(graph.output)}
+    return tuple(entry.name for entry in graph.inputs if entry.node in used)
+
+
 @dataclass(frozen=True)
 class Work:
     """One micro-batch of one step, as far as a stage needs to know it.
@@ -159,17 +173,11 @@ class Stage:
         self._outputs = tuple(dict.fromkeys(ref.index for ref in iter_refs(graph.output))) if self.is_last else ()
         keep = {route.node for route in self.exports} | set(self._outputs)
         self.program = Program(graph, self.units, keep=keep, bind=bind)
-        self._inputs = self._used_inputs()
+        names = inputs_of_stage(graph, stage_of, index)
+        self._inputs = tuple((entry.node, entry.name) for entry in graph.inputs if entry.name in names)
         self._live: dict[int, _Live] = {}
         self.peak_in_flight = 0
         self.during_recomputation: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-    def _used_inputs(self) -> tuple[tuple[int, str], ...]:
-        used = {
-            ref for unit in self.units for node in self.graph.units[unit].nodes for ref in self.graph.nodes[node].refs
-        }
-        used |= set(self._outputs)
-        return tuple((entry.node, entry.name) for entry in self.graph.inputs if entry.node in used)
 
     @property
     def input_names(self) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from torchslicer.errors import StageError, VerificationError
+from torchslicer.errors import DataError, StageError, UserError, VerificationError
 from torchslicer.graph.auxloss import collect_aux_losses
-from torchslicer.graph.model import ModelGraph, map_refs
-from torchslicer.pipeline.buffers import preserved_buffers
-from torchslicer.pipeline.interpreter import Program
-from torchslicer.pipeline.rng import preserved_rng
+from torchslicer.graph.model import SOURCES, ModelGraph, iter_refs, map_refs
+from torchslicer.pipeline.batch import describe
+from torchslicer.pipeline.interpreter import Program, default_call
+from torchslicer.pipeline.untouched import own_inputs, seed_all, untouched
 
 _REMEDY = (
     "give a pack function (pack=), make the part that differs a submodule that cannot be traced, or pass verify=False "
@@ -31,8 +31,9 @@ def verify(graph: ModelGraph, inputs: Mapping[str, Any], *, gradients: bool) -> 
 
     Raises:
         VerificationError: An output or a gradient differs; the message says which and by how much.
+        DataError: The model itself fails on *inputs*.
     """
-    expected = _run(graph.model, lambda: graph.model(**inputs), gradients=gradients)
+    expected = _run(graph.model, lambda: _run_model(graph.model, inputs), gradients=gradients)
     try:
         found = _run(graph.model, lambda: run_whole(graph, inputs), gradients=gradients)
     except StageError as error:
@@ -46,16 +47,31 @@ def verify(graph: ModelGraph, inputs: Mapping[str, Any], *, gradients: bool) -> 
 
 def run_whole(graph: ModelGraph, inputs: Mapping[str, Any]) -> Any:
     """Run all units of *graph* in one go and return what the model would return."""
+    inputs = own_inputs(inputs)
     environment = {entry.node: inputs[entry.name] for entry in graph.inputs}
-    refs: dict[int, None] = {}
-    map_refs(graph.output, lambda ref: refs.setdefault(ref.index))
+    refs = {ref.index for ref in iter_refs(graph.output)}
     Program(graph, range(len(graph.units)), keep=refs).run(environment)
+    for index in refs:
+        if graph.nodes[index].op in SOURCES:
+            environment[index] = default_call(graph, graph.nodes[index])()
     return map_refs(graph.output, lambda ref: environment[ref.index])
 
 
+def _run_model(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    try:
+        return model(**own_inputs(inputs))
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's model raises goes on with the batch that it raised on
+        raise DataError(
+            f"{type(model).__name__} itself fails on this batch: {type(error).__name__}: {error} "
+            f"(inputs: {', '.join(f'{name}: {describe(value)}' for name, value in inputs.items())})"
+        ) from error
+
+
 def _run(model: nn.Module, call: Callable[[], Any], *, gradients: bool) -> tuple[list[Any], list[Any]]:
-    with preserved_rng(), preserved_buffers(model), torch.set_grad_enabled(gradients), collect_aux_losses():
-        torch.manual_seed(0)
+    with untouched(model), torch.set_grad_enabled(gradients), collect_aux_losses():
+        seed_all(0)
         outputs = pytree.tree_leaves(_plain(call()))
         outputs = [leaf for leaf in outputs if leaf is not None]
         return [_detached(leaf) for leaf in outputs], _gradients(model, outputs) if gradients else []
@@ -105,9 +121,16 @@ def _difference(a: Any, b: Any) -> str | None:
         return None if same else f"{_kind(b)} instead of {_kind(a)}"
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{b.dtype} {tuple(b.shape)} instead of {a.dtype} {tuple(a.shape)}"
-    if torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)):
+    if a.layout != torch.strided or b.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if torch.equal(a, b) or (_is_inexact(a) and torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)):
         return None
-    return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return f"by up to {(a.to(wide) - b.to(wide)).abs().max().item():.3g}"
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _kind(value: Any) -> str:

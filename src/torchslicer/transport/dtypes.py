@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -71,7 +71,7 @@ def itemsize_of(code: int) -> int:
         raise FrameError(f"unknown dtype code {code}; do both sides run the same version?") from None
 
 
-@lru_cache(maxsize=None)
+@cache
 def bits_of(dtype: torch.dtype) -> torch.dtype:
     """Return a dtype of the same size whose copies keep every bit."""
     return _BITS[dtype.itemsize]

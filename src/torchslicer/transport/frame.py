@@ -11,26 +11,22 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from torchslicer.errors import FrameError
-from torchslicer.transport.dtypes import DTYPE_OF_CODE, code_of, itemsize_of
-from torchslicer.transport.payload import Arrival, is_dense, outgoing_tensor, reduced_shape, span, wire_bytes
+from torchslicer.transport.dtypes import DTYPE_OF_CODE, code_of
+from torchslicer.transport.geometry import PLAIN_BYTES, Geometry, Layout, geometry_of, unpack_geometry
+from torchslicer.transport.payload import Arrival, outgoing_tensor, wire_bytes
 
 MAGIC = b"TSLF"
 VERSION = 1
 HEADER_BYTES = 192
-MAX_NDIM = 8
-# Products beyond this cannot be sizes of anything; it keeps torch's own 64-bit arithmetic from overflowing.
-_MAX_EXTENT = 1 << 48
+_FIELDS_BYTES = 64
 # magic, version, kind, flags, generation, microbatch, pass_index, payload_bytes, value, stage, leaf, num_leaves,
-# dtype code, ndim, alignment, layout, run, reserved, 8 sizes, 8 strides
-_STRUCT = struct.Struct("<4sBBHIIQQIIHHBBBBQQ8Q8q")
-_UNUSED = (0,) * MAX_NDIM
+# dtype code, ndim, alignment, layout, run, reserved; 8 sizes and 8 strides follow
+_STRUCT = struct.Struct("<4sBBHIIQQIIHHBBBBQQ")
 
 
 class FrameKind(IntEnum):
@@ -58,27 +54,18 @@ class FrameFlags(IntFlag):
     PLAIN = 8  # the payload is JSON of a plain value (None, bool, int, float, text), not a tensor
 
 
-class Layout(IntEnum):
-    """How the payload's bytes become the tensor's memory."""
-
-    BYTES = 0  # no tensor
-    DENSE = 1  # the tensor's memory from its first byte to its last
-    COMPACT = 2  # its elements in row-major order, dimensions of stride 0 once; the receiver spreads them
-
-
 _KINDS: dict[int, FrameKind] = {int(kind): kind for kind in FrameKind}
-_LAYOUTS: dict[int, Layout] = {int(layout): layout for layout in Layout}
 _ALL_FLAGS = int(FrameFlags.WANTS_GRADIENT | FrameFlags.NO_GRADIENT | FrameFlags.LAST_LEAF | FrameFlags.PLAIN)
+_FLAGS: tuple[FrameFlags, ...] = tuple(FrameFlags(bits) for bits in range(_ALL_FLAGS + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """Everything about a frame but its payload.
 
     ``pass_index`` counts the passes (steps and evaluation batches) of a run; ``value`` and ``leaf`` name the tensor
-    within the graph; ``stage`` is the destination. Strides are in elements, ``alignment`` is the address of the
-    sender's tensor modulo 64: both change the bits of a product of matrices, so the receiver reproduces them.
-    ``run`` is a number made from the run's id, so that frames of another run are refused.
+    within the graph; ``stage`` is the destination. ``alignment`` is the address of the sender's tensor modulo 64: like
+    the strides it changes the bits of a product of matrices, so the receiver reproduces both. ``run`` is a number made
+    from the run's id, so that frames of another run are refused.
     """
 
     kind: FrameKind
@@ -86,29 +73,29 @@ class FrameHeader:
     generation: int = 0
     microbatch: int = 0
     pass_index: int = 0
-    payload_bytes: int = 0
     value: int = 0
     stage: int = 0
     leaf: int = 0
     num_leaves: int = 1
-    dtype_code: int = 0
-    alignment: int = 0
-    layout: Layout = Layout.BYTES
     run: int = 0
-    shape: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
+    alignment: int = 0
+    payload_bytes: int = 0
+    geometry: Geometry = PLAIN_BYTES
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's sizes."""
+        return self.geometry.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The tensor's strides, in elements."""
+        return self.geometry.strides
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The tensor's dtype; None for a payload of bytes."""
-        return DTYPE_OF_CODE.get(self.dtype_code)
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes from the tensor's first element to its last: what a receiver allocates for it."""
-        if not self.dtype_code:
-            return self.payload_bytes
-        return _extent(self.shape, self.strides, self.dtype_code).span_bytes
+        return DTYPE_OF_CODE.get(self.geometry.dtype_code)
 
     def describe(self) -> str:
         """Say in a few words which frame this is.
@@ -153,21 +140,10 @@ class Frame:
         >>> Frame.of_tensor(FrameKind.FORWARD, torch.ones(2, 3), value=4).header.shape
         (2, 3)
         """
-        if tensor.dim() > MAX_NDIM:
-            raise FrameError(f"a tensor of {tensor.dim()} dimensions cannot be sent; at most {MAX_NDIM} are possible")
-        code = code_of(tensor.dtype)
         ready, alignment = outgoing_tensor(tensor)
-        shape, strides = tuple(ready.shape), ready.stride()
-        extent = _extent(shape, strides, code)
+        geometry = geometry_of(tuple(ready.shape), ready.stride(), code_of(ready.dtype))
         header = FrameHeader(
-            kind,
-            dtype_code=code,
-            alignment=alignment,
-            layout=extent.layout,
-            shape=shape,
-            strides=strides,
-            payload_bytes=extent.payload_bytes,
-            **names,
+            kind, alignment=alignment, payload_bytes=geometry.payload_bytes, geometry=geometry, **names
         )
         return cls(header, ready)
 
@@ -214,19 +190,20 @@ class Frame:
         """Return the payload's bytes as they travel; of a dense tensor its own memory, not a copy."""
         if isinstance(self.payload, bytes):
             return memoryview(self.payload)
-        return wire_bytes(self.payload, self.header.payload_bytes, dense=self.header.layout == Layout.DENSE)
+        return wire_bytes(self.payload, self.header.payload_bytes, dense=self.header.geometry.layout == Layout.DENSE)
 
 
 def arrival_of(header: FrameHeader) -> Arrival:
     """Allocate what the payload of a checked *header* needs."""
-    if not header.dtype_code:
+    geometry = header.geometry
+    if not geometry.dtype_code:
         return Arrival(header.payload_bytes)
     return Arrival.of_tensor(
-        header.shape,
-        header.strides,
-        DTYPE_OF_CODE[header.dtype_code],
+        geometry.shape,
+        geometry.strides,
+        DTYPE_OF_CODE[geometry.dtype_code],
         alignment=header.alignment,
-        num_bytes=header.payload_bytes,
+        num_bytes=geometry.payload_bytes,
     )
 
 
@@ -236,18 +213,18 @@ def encode_header(header: FrameHeader) -> bytes:
     Raises:
         FrameError: A field does not fit its width.
     """
-    h, fill = header, _UNUSED[len(header.shape) :]
+    h, geometry = header, header.geometry
     try:
         return _STRUCT.pack(
             MAGIC, VERSION, h.kind, h.flags, h.generation, h.microbatch, h.pass_index, h.payload_bytes, h.value,
-            h.stage, h.leaf, h.num_leaves, h.dtype_code, len(h.shape), h.alignment, h.layout, h.run, 0,
-            *h.shape, *fill, *h.strides, *fill,
-        )  # fmt: skip
+            h.stage, h.leaf, h.num_leaves, geometry.dtype_code, len(geometry.shape), h.alignment, geometry.layout,
+            h.run, 0,
+        ) + geometry.packed  # fmt: skip
     except struct.error as error:
         raise FrameError(f"{h.describe()}: a field does not fit the header: {error}") from None
 
 
-def decode_header(data: bytes | bytearray | memoryview, limits: FrameLimits, expect: Expect | None = None) -> FrameHeader:
+def decode_header(data: bytes | memoryview, limits: FrameLimits, expect: Expect | None = None) -> FrameHeader:
     """Read a header and check every number in it.
 
     Args:
@@ -263,74 +240,43 @@ def decode_header(data: bytes | bytearray | memoryview, limits: FrameLimits, exp
     """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
-    fields = _STRUCT.unpack(data)
     (magic, version, kind, flags, generation, microbatch, pass_index, payload_bytes, value, stage, leaf, num_leaves,
-     code, ndim, alignment, layout, run, reserved) = fields[:18]  # fmt: skip
+     code, ndim, alignment, layout, run, reserved) = _STRUCT.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise FrameError(f"not a TorchSlicer frame: it begins with {magic!r}, not {MAGIC!r}; what is connected here?")
     if version != VERSION:
         raise FrameError(f"frame version {version}, expected {VERSION}; install the same release on both sides")
-    if kind not in _KINDS or layout not in _LAYOUTS or flags & ~_ALL_FLAGS or reserved:
-        raise FrameError(f"unknown kind {kind}, layout {layout}, flags {flags:#x} or reserved field {reserved:#x}")
-    if ndim > MAX_NDIM or alignment > 63 or leaf >= max(num_leaves, 1):
-        raise FrameError(f"impossible ndim {ndim}, alignment {alignment} or leaf {leaf} of {num_leaves}")
-    if fields[18 + ndim : 26] != _UNUSED[ndim:] or fields[26 + ndim :] != _UNUSED[ndim:]:
-        raise FrameError("sizes or strides are set beyond the number of dimensions")
+    if kind not in _KINDS or flags > _ALL_FLAGS or reserved:
+        raise FrameError(f"unknown kind {kind}, flags {flags:#x} or reserved field {reserved:#x}")
+    if alignment > 63 or leaf >= (num_leaves or 1):
+        raise FrameError(f"impossible alignment {alignment} or leaf {leaf} of {num_leaves}")
+    geometry = unpack_geometry(bytes(data[_FIELDS_BYTES:]), ndim, code, layout)
     header = FrameHeader(
-        _KINDS[kind], _flags(flags), generation, microbatch, pass_index, payload_bytes, value, stage, leaf, num_leaves,
-        code, alignment, _LAYOUTS[layout], run, fields[18 : 18 + ndim], fields[26 : 26 + ndim],
+        _KINDS[kind], _FLAGS[flags], generation, microbatch, pass_index, value, stage, leaf, num_leaves, run, alignment,
+        payload_bytes, geometry,
     )  # fmt: skip
-    (_check_tensor if code else _check_bytes)(header, limits)
+    _check_size(header, limits)
     if expect is not None:
         expect(header)
     return header
 
 
-@lru_cache(maxsize=None)
-def _flags(bits: int) -> FrameFlags:
-    return FrameFlags(bits)
-
-
-def _check_bytes(header: FrameHeader, limits: FrameLimits) -> None:
-    if header.shape or header.alignment or header.layout != Layout.BYTES:
-        raise FrameError(f"{header.describe()}: a payload of bytes has no shape, alignment or layout")
-    if header.payload_bytes > limits.max_control_bytes:
-        raise _beyond(header, "bytes of a message", header.payload_bytes, limits.max_control_bytes)
-
-
-def _check_tensor(header: FrameHeader, limits: FrameLimits) -> None:
-    if header.kind == FrameKind.CONTROL or header.layout == Layout.BYTES:
+def _check_size(header: FrameHeader, limits: FrameLimits) -> None:
+    geometry, size = header.geometry, header.payload_bytes
+    if not geometry.dtype_code:
+        if header.alignment:
+            raise FrameError(f"{header.describe()}: a payload of plain bytes has no alignment")
+        if size > limits.max_control_bytes:
+            raise FrameError(f"{header.describe()}: {size} bytes, more than the limit of {limits.max_control_bytes}")
+        return
+    if header.kind == FrameKind.CONTROL:
         raise FrameError(f"{header.describe()}: expected a payload of bytes, got a tensor")
-    extent = _extent(header.shape, header.strides, header.dtype_code)
-    if header.layout != extent.layout:
-        raise FrameError(f"{header.describe()}: strides {header.strides} do not have layout {header.layout.name}")
-    if header.payload_bytes != extent.payload_bytes:
+    if size != geometry.payload_bytes:
         raise FrameError(
-            f"{header.describe()}: payload of {header.payload_bytes} bytes, but shape {header.shape} of "
-            f"{header.dtype} takes {extent.payload_bytes}"
+            f"{header.describe()}: payload of {size} bytes, but shape {geometry.shape} of {header.dtype} takes "
+            f"{geometry.payload_bytes}"
         )
-    largest = max(extent.payload_bytes, extent.span_bytes)
-    if largest > limits.max_payload_bytes:
-        raise _beyond(header, "bytes of a tensor", largest, limits.max_payload_bytes)
-
-
-class _Extent(NamedTuple):
-    layout: Layout
-    payload_bytes: int
-    span_bytes: int
-
-
-@lru_cache(maxsize=4096)
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...], code: int) -> _Extent:
-    """Compute what a shape takes; cached, since training sends the same few shapes for ever."""
-    itemsize = itemsize_of(code)
-    if any(stride < 0 for stride in strides) or prod(size or 1 for size in shape) > _MAX_EXTENT:
-        raise FrameError(f"impossible shape {shape} with strides {strides}")
-    span_bytes = span(shape, strides) * itemsize
-    if is_dense(shape, strides):
-        return _Extent(Layout.DENSE, prod(shape) * itemsize, span_bytes)
-    return _Extent(Layout.COMPACT, prod(reduced_shape(shape, strides)) * itemsize, span_bytes)
-
-
-def _beyond(header: FrameHeader, what: str, found: int, limit: int) -> FrameError:
-    return FrameError(f"{header.describe()}: {found} {what}, more than the limit of {limit}")
+    if geometry.largest_bytes > limits.max_payload_bytes:
+        raise FrameError(
+            f"{header.describe()}: {geometry.largest_bytes} bytes, more than the limit of {limits.max_payload_bytes}"
+        )

@@ -106,7 +106,7 @@ def _view(tensor: torch.Tensor, num_bytes: int) -> memoryview:
         return memoryview(b"")
     memory = _array_type(num_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor
-    return memoryview(memory).cast("B")
+    return memoryview(memory).cast("B")  # ctypes' own view does not know slices
 
 
 class Arrival:
@@ -146,9 +146,7 @@ class Arrival:
         return tensor
 
 
-def _aligned(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, alignment: int
-) -> torch.Tensor:
+def _aligned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, alignment: int) -> torch.Tensor:
     if alignment == 0:
         # As integers where torch warns about the dtype (complex32) or may lack a way to allocate it.
         wanted = dtype if dtype.is_floating_point or dtype == torch.int64 else bits_of(dtype)
@@ -158,15 +156,13 @@ def _aligned(
     return _at_offset(shape, strides, dtype, alignment)
 
 
-def _at_offset(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, alignment: int
-) -> torch.Tensor:
+def _at_offset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, alignment: int) -> torch.Tensor:
     elements = span(shape, strides)
     if elements == 0:
         return torch.empty_strided(shape, strides, dtype=bits_of(dtype)).view(dtype)
     block = torch.empty(elements * dtype.itemsize + ALIGNMENT - 1, dtype=torch.uint8)
     offset = (alignment - block.data_ptr()) % ALIGNMENT
     # `frombuffer` is the one way to a tensor at an address that is not a multiple of its element.
-    return torch.frombuffer(
-        _view(block, block.numel()), dtype=dtype, count=elements, offset=offset
-    ).as_strided(shape, strides)
+    return torch.frombuffer(_view(block, block.numel()), dtype=dtype, count=elements, offset=offset).as_strided(
+        shape, strides
+    )

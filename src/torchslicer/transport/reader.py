@@ -80,6 +80,7 @@ class FrameReader:
     def _more(self, deadline: Deadline) -> None:
         """Read something into the scratch memory, or raise."""
         have = self._end - self._start
+        self._check_header_time(have)
         if self._start:
             self._scratch[:have] = self._scratch[self._start : self._end]
             self._start, self._end = 0, have
@@ -90,15 +91,15 @@ class FrameReader:
             count = self._stream.read(self._scratch[have:], wait=False)
         if count:
             self._end += count
+            self._check_header_time(have + count)
             return
         if count == 0:
             raise self._ended("" if not have else f" after {have} bytes of a frame's header")
-        self._check_header_time(have)
         if deadline.passed:
             raise DeadlineError(f"nothing came from {self._peer} within {deadline.timeout_s:g} s")
 
     def _check_header_time(self, have: int) -> None:
-        if not have:
+        if not 0 < have < HEADER_BYTES:
             return
         if self._header_deadline is None:
             self._header_deadline = Deadline(self._options.header_timeout_s)

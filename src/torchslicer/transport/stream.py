@@ -26,7 +26,7 @@ _RECORD_BYTES = 16 << 10
 class Stream(Protocol):
     """What readers and writers need of a connection."""
 
-    def write(self, buffers: Sequence[memoryview], *, wait: bool) -> int:
+    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
         """Write some of *buffers*; 0 if none could be written now, or within a tick if *wait*."""
 
     def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:
@@ -34,6 +34,9 @@ class Stream(Protocol):
 
     def wait_readable(self, timeout_s: float) -> None:
         """Wait until there is something to read."""
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        """Wait until something can be written; say whether it can."""
 
     def handshake(self, deadline: Deadline) -> None:
         """Agree on keys, where there are any."""
@@ -58,7 +61,7 @@ class PlainStream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         self._socket, self._peer = sock, peer
 
-    def write(self, buffers: Sequence[memoryview], *, wait: bool) -> int:
+    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
         """Write some of *buffers* straight from their memory."""
         try:
             return self._socket.sendmsg(buffers, (), 0 if wait else socket.MSG_DONTWAIT)
@@ -81,6 +84,12 @@ class PlainStream:
         """Wait until there is something to read."""
         with _lost(self._peer):
             _wait(self._socket, select.POLLIN, timeout_s)
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        """Wait until something can be written."""
+        with _lost(self._peer):
+            return _wait(self._socket, select.POLLOUT, timeout_s)
+        raise AssertionError("unreachable")
 
     def handshake(self, deadline: Deadline) -> None:
         """Do nothing: there are no keys."""
@@ -108,7 +117,7 @@ class TlsStream:
         self._lock = threading.Lock()
         self._names: tuple[str, ...] = ()
 
-    def write(self, buffers: Sequence[memoryview], *, wait: bool) -> int:
+    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
         """Encrypt and write some of *buffers*. A retry gets the same bytes again, as OpenSSL asks for."""
         small = len(buffers) > 1 and sum(len(buffer) for buffer in buffers) <= _RECORD_BYTES
         data = memoryview(b"".join(buffers)) if small else buffers[0]
@@ -147,6 +156,12 @@ class TlsStream:
         with _lost(self._peer):
             if not self._socket.pending():
                 _wait(self._socket, select.POLLIN, timeout_s)
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        """Wait until something can be written."""
+        with _lost(self._peer):
+            return _wait(self._socket, select.POLLOUT, timeout_s)
+        raise AssertionError("unreachable")
 
     def handshake(self, deadline: Deadline) -> None:
         """Agree on keys and check the certificates.
@@ -207,10 +222,10 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _wait(sock: socket.socket, event: int, timeout_s: float) -> None:
+def _wait(sock: socket.socket, event: int, timeout_s: float) -> bool:
     poll = select.poll()  # one for each call: two threads may not share it
     poll.register(sock, event)
-    poll.poll(max(0.0, timeout_s) * 1000)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
 def _shut(sock: socket.socket, *, reading: bool) -> None:

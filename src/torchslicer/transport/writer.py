@@ -12,6 +12,9 @@ from torchslicer.transport.frame import HEADER_BYTES, Frame, encode_header
 from torchslicer.transport.queue import again
 from torchslicer.transport.stream import Stream
 
+# How long the caller of `send` waits for a receiver that takes nothing before the thread takes over.
+_PATIENCE_S = 0.001
+
 
 class FrameWriter:
     """Writes frames in the order of :meth:`send`.
@@ -28,22 +31,23 @@ class FrameWriter:
         self._thread: threading.Thread | None = None
         self.error: TransportError | None = None
 
-    def send(self, frame: Frame, deadline: Deadline) -> None:
+    def send(self, frame: Frame, timeout_s: float) -> None:
         """Write or queue *frame*.
 
         Raises:
             DeadlineError: The queue stayed full.
             TransportError: The writer has ended.
         """
-        buffers = [memoryview(encode_header(frame.header)), frame.wire()]
-        size = HEADER_BYTES + len(buffers[1])
+        header, payload = encode_header(frame.header), frame.wire()
+        size = HEADER_BYTES + len(payload)
         with self._changed:
             if self._pending:
-                self._wait_for_room(size, deadline)
+                self._wait_for_room(size, Deadline(timeout_s))
             if self.error is not None:
                 raise again(self.error)
-            if self._pending or not self._write_now(buffers):
-                self._enqueue(buffers, size)
+            rest = [memoryview(header), payload] if self._pending else self._write_now(header, payload, size)
+            if rest:
+                self._enqueue(rest, size)
             self._stats.frames_sent += 1
             self._stats.bytes_sent += size
 
@@ -77,16 +81,21 @@ class FrameWriter:
                 f"of {limit}"
             )
 
-    def _write_now(self, buffers: list[memoryview]) -> bool:
-        """Write what the kernel takes without waiting; say whether that was all."""
+    def _write_now(self, header: bytes, payload: memoryview, size: int) -> list[memoryview]:
+        """Write for as long as the receiver keeps taking; return what is left."""
         try:
-            while count := self._stream.write(buffers, wait=False):
-                if _advance(buffers, count):
-                    return True
+            count = self._stream.write((header, payload), wait=False)
+            if count == size:
+                return []
+            rest = [memoryview(header), payload]
+            _advance(rest, count)
+            while self._stream.wait_writable(_PATIENCE_S) and (count := self._stream.write(rest, wait=False)):
+                if _advance(rest, count):
+                    break
         except PeerClosedError as error:
             self.end(error)
             raise
-        return False
+        return rest
 
     def _enqueue(self, buffers: list[memoryview], size: int) -> None:
         self._pending.append((buffers, size))

@@ -102,11 +102,21 @@ def _read(path: str | os.PathLike[str], what: str) -> tuple[bytes, os.stat_resul
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise SecurityError(f"{what} {os.fspath(path)!r}: cannot be read: {reason}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise SecurityError(f"{what} {path}: expected an ordinary file")
-        data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise SecurityError(f"{what} {path}: expected at most {_MAX_BYTES} bytes; this is another kind of file")
+        data = _read_bounded(descriptor) if stat.S_ISREG(status.st_mode) else None
+    finally:
+        os.close(descriptor)
+    if data is None or len(data) > _MAX_BYTES:
+        raise SecurityError(f"{what} {path}: expected an ordinary file of at most {_MAX_BYTES} bytes")
     return data, status
+
+
+def _read_bounded(descriptor: int) -> bytes:
+    pieces = iter(lambda: os.read(descriptor, _MAX_BYTES), b"")
+    data = b""
+    for piece in pieces:
+        data += piece
+        if len(data) > _MAX_BYTES:
+            break
+    return data

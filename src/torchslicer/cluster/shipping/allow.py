@@ -1,7 +1,7 @@
 """What a worker accepts: the classes and functions that a description from elsewhere may name.
 
-The list is the worker's own and never comes over the wire. Users add packages to it (``--trust my_package``); only modules
-of listed packages are ever imported.
+The list is the worker's own and never comes over the wire. Users add packages to it (``--trust my_package``); only
+modules of listed packages are ever imported.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Allowed:
             self._refuse(module)
 
     def _refuse(self, module: str) -> NoReturn:
-        root = module.split(".")[0]
+        root = module.split(".", maxsplit=1)[0]
         advice = "" if root in _UNTRUSTABLE else f"; start the worker with --trust {root} to accept it"
         raise ShippingError(f"module '{module}' is not on this worker's list{advice}")
 
@@ -184,13 +184,13 @@ class Allowed:
         module, qualname = split_name(reference)
         if not any(fnmatchcase(reference, pattern) for pattern in self.allow_builders):
             raise ShippingError(
-                f"builder '{reference}' is not among the builders that this worker allows ({list(self.allow_builders)}); "
-                f"start it with --allow-builder '{module}:*'"
+                f"builder '{reference}' is not among the builders that this worker allows "
+                f"({list(self.allow_builders)}); start it with --allow-builder '{module}:*'"
             )
         found = look_up(module, qualname)
         if not isinstance(found, (types.FunctionType, type)) or found.__module__ != module:
             raise ShippingError(f"builder '{reference}' is no function of that module")
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 class Importable(Allowed):
@@ -205,7 +205,7 @@ class Importable(Allowed):
 
     def trusts(self, module: str) -> bool:
         """Note *module* as one that workers must trust, unless nobody can trust it."""
-        if module.split(".")[0] in _UNTRUSTABLE:
+        if module.split(".", maxsplit=1)[0] in _UNTRUSTABLE:
             return False
         self.required.add(module)
         return True
@@ -262,9 +262,7 @@ def is_namedtuple(cls: type) -> bool:
 
 def is_config(cls: type) -> bool:
     """Whether *cls* is a model configuration of transformers."""
-    return any(
-        base.__module__.startswith("transformers.") and base.__name__ in _CONFIG_BASES for base in cls.__mro__
-    )
+    return any(base.__module__.startswith("transformers.") and base.__name__ in _CONFIG_BASES for base in cls.__mro__)
 
 
 _CONFIG_BASES = ("PretrainedConfig", "PreTrainedConfig", "GenerationConfig")
@@ -294,8 +292,8 @@ def _check_plain(cls: type) -> None:
         for name in ("__reduce__", "__reduce_ex__", "__setstate__", "__new__"):
             if name in own:
                 raise ShippingError(
-                    f"class {cls.__qualname__} defines {name} (in {base.__qualname__}): it says itself how it is copied, "
-                    "which would run code of its own on the worker"
+                    f"class {cls.__qualname__} defines {name} (in {base.__qualname__}): it says itself how it is "
+                    "copied, which would run code of its own on the worker"
                 )
         if issubclass(cls, nn.Module) and own.get("__slots__"):
             raise ShippingError(f"class {cls.__qualname__} keeps values in __slots__ (of {base.__qualname__})")

@@ -1,7 +1,7 @@
 """The exact table of functions and tensor methods that a graph from elsewhere may call.
 
-The table is made at the first use from the public names of torch, less what reads or writes files, memory or settings of
-the process, calls functions handed to it, or is Python code not written for tensors. ``tests/golden`` pins the result.
+The table is made at the first use from the public names of torch, less what reads or writes files, memory or settings
+of the process, calls functions handed to it, or is Python code not written for tensors. ``tests/golden`` pins it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ from torchslicer.graph.checks import check_relation, check_size, check_value, ha
 
 Function = Callable[..., Any]
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 _DENIED = re.compile(
     r"_.*"  # private
     r"|(from_file|from_numpy|frombuffer|from_dlpack|to_dlpack)"  # files, foreign memory
-    r"|empty.*|new_empty.*|new|resize.*|set_.*|storage.*|untyped_storage|.*data_ptr|as_subclass"  # memory as it lies
+    r"|empty.*|new_empty.*|new|resize.*|set(_.*)?|storage.*|untyped_storage|.*data_ptr|as_subclass"  # memory as it lies
     r"|.*sparse_.*tensor.*|sparse_resize.*"  # made from indices that nobody has checked
     r"|(fbgemm|quantized|mkldnn|cudnn|miopen|q_|nnpack|vulkan).*|.*quantize.*|.*qparams.*|int_repr|qscheme|fused_moving.*"
     r"|.*backward.*|batch_norm_(gather|stats|elemt|update).*"  # expects what the forward pass made, unchecked
@@ -38,29 +43,32 @@ _DENIED = re.compile(
     r"|(apply|map|map2)_|register_.*|reinforce|backward|retain_grad|module_load"  # call functions, or autograd
     r"|numpy|share_memory_|pin_memory|is_pinned|record_stream|is_shared"  # leave torch, or the process
     r"|(handle|has)_torch_function.*|boolean_dispatch|assert_int_or_pair|triplet_margin_with_distance_loss"
-    r"|(is_distributed|is_vulkan_available|hash_tensor|to_mkldnn)"
+    r"|.*nested.*|to_padded_tensor|segment_reduce|copy_sparse.*|.*overrideable"  # can be told not to check
+    r"|get_gradients|vision|glu_jvp|is_distributed|is_vulkan_available|hash_tensor|to_mkldnn"
 )
-_PRIVATE_ATEN = frozenset(
-    "_softmax _log_softmax _unsafe_view _to_copy _unsafe_index _assert_async _assert_scalar _native_batch_norm_legit "
-    "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training _local_scalar_dense _weight_norm "
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d _prelu_kernel _safe_softmax _scaled_dot_product_attention_math "
-    "_scaled_dot_product_flash_attention_for_cpu _convolution _stack _trilinear _cdist_forward _pdist_forward _unique2 "
-    "_fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_slogdet _linalg_svd _linalg_eigh _linalg_solve_ex _conj _is_all_true "
-    "_is_any_true _ctc_loss _embedding_bag _shape_as_tensor".split()
+_PRIVATE_ATEN = _words(
+    "_softmax _log_softmax _unsafe_view _to_copy _unsafe_index _assert_async _assert_scalar "
+    "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
+    "_local_scalar_dense _weight_norm _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "_prelu_kernel _safe_softmax _scaled_dot_product_attention_math "
+    "_scaled_dot_product_flash_attention_for_cpu _convolution _stack _trilinear _cdist_forward "
+    "_pdist_forward _unique2 _fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_slogdet _linalg_svd _linalg_eigh "
+    "_linalg_solve_ex _conj _is_all_true _is_any_true _ctc_loss _embedding_bag _shape_as_tensor"
 )
-_FUNCTIONAL = (
-    "atleast_1d atleast_2d atleast_3d broadcast_shapes broadcast_tensors cartesian_prod block_diag cdist chain_matmul "
-    "einsum istft norm meshgrid split stft tensordot unique unique_consecutive unravel_index is_tensor is_complex "
-    "sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum _sym_sqrt _sym_log2 _assert "
-    "is_floating_point is_grad_enabled is_autocast_enabled get_default_dtype get_autocast_dtype finfo iinfo"
-).split()
-_OPERATOR = (
-    "abs add and_ concat contains countOf eq floordiv ge getitem gt iadd iand iconcat ifloordiv ilshift imatmul imod imul "
-    "index indexOf inv invert ior ipow irshift is_ is_not isub itruediv ixor le lshift lt matmul mod mul ne neg not_ or_ "
-    "pos pow rshift setitem sub truediv truth xor"
-).split()
-_BUILTINS = "abs bool complex divmod float getattr int len list max min pow range round slice sum tuple".split()  # noqa: SIM905
+_FUNCTIONAL = _words(
+    "atleast_1d atleast_2d atleast_3d broadcast_shapes broadcast_tensors cartesian_prod block_diag cdist "
+    "chain_matmul einsum istft norm meshgrid split stft tensordot unique unique_consecutive unravel_index "
+    "is_tensor is_complex sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum _sym_sqrt "
+    "_sym_log2 _assert is_floating_point is_grad_enabled is_autocast_enabled get_default_dtype "
+    "get_autocast_dtype"
+)
+_OPERATOR = _words(
+    "abs add and_ concat contains countOf eq floordiv ge getitem gt iadd iand iconcat ifloordiv ilshift "
+    "imatmul imod imul index indexOf inv invert ior ipow irshift is_ is_not isub itruediv ixor le lshift lt "
+    "matmul mod mul ne neg not_ or_ pos pow rshift setitem sub truediv truth xor"
+)
+_BUILTINS = _words("abs bool complex divmod float getattr int len list max min pow range round slice sum tuple")
 _TORCHVISION = (
     "torchvision.models.swin_transformer._get_relative_position_bias",
     "torchvision.models.swin_transformer._patch_merging_pad",
@@ -69,12 +77,13 @@ _TORCHVISION = (
 )
 _VISION_OPS = ("torchvision.deform_conv2d.default", "torchvision.nms.default", "torchvision.roi_align.default")
 _OTHER_METHODS = frozenset(("append", "copy", "get", "items", "keys", "to_tuple"))  # of lists, dictionaries, outputs
-_DUNDERS = frozenset(
-    f"__{name}__"
-    for name in "abs add and bool eq float floordiv ge getitem gt iadd iand imul index int invert ior isub itruediv ixor le "
-    "len lshift lt matmul mod mul ne neg or pow radd rand rfloordiv rlshift rmatmul rmod rmul ror rpow rrshift rshift rsub "
-    "rtruediv rxor setitem sub truediv xor".split()
+_OPERATOR_METHODS = _words(
+    "abs add and bool eq float floordiv ge getitem gt iadd iand imul index int invert ior isub itruediv ixor "
+    "le len lshift lt matmul mod mul ne neg or pow radd rand rfloordiv rlshift rmatmul rmod rmul ror rpow "
+    "rrshift rshift rsub rtruediv rxor setitem sub truediv xor"
 )
+
+_ENDLESS = ("comb", "factorial", "perm")
 
 ZEROED = {
     "torch.empty": "torch.zeros",
@@ -104,7 +113,7 @@ def _python_functions() -> Iterator[tuple[str, Function]]:
     for name in _BUILTINS:
         yield f"builtins.{name}", getattr(builtins, name)
     for name, function in vars(math).items():
-        if isinstance(function, types.BuiltinFunctionType) and not name.startswith("_"):
+        if isinstance(function, types.BuiltinFunctionType) and name not in _ENDLESS:
             yield f"math.{name}", function
     for function in (add_aux_loss, check_relation, check_size, check_value, hand_on, unpack):
         yield f"{function.__module__}.{function.__qualname__}", function
@@ -112,8 +121,9 @@ def _python_functions() -> Iterator[tuple[str, Function]]:
 
 def _torch_functions() -> Iterator[tuple[str, Function]]:
     tensor_functions = torch._C._VariableFunctions
-    for name, function in vars(torch).items():
-        if function is getattr(tensor_functions, name, _DENIED) and not _DENIED.fullmatch(name):
+    for name in dir(tensor_functions):
+        function: Any = getattr(tensor_functions, name)
+        if function is getattr(torch, name, None) and not _DENIED.fullmatch(name):
             yield f"torch.{name}", function
     for name in _FUNCTIONAL:
         if hasattr(torch, name):
@@ -154,7 +164,7 @@ def methods() -> frozenset[str]:
         (True, False, False)
     """
     names = {name for name in dir(torch.Tensor) if not _DENIED.fullmatch(name) and _is_method(name)}
-    return frozenset(names | _OTHER_METHODS | {name for name in _DUNDERS if hasattr(torch.Tensor, name)})
+    return frozenset(names | _OTHER_METHODS | {f"__{name}__" for name in _OPERATOR_METHODS})
 
 
 def _is_method(name: str) -> bool:
@@ -221,9 +231,12 @@ def check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> N
             raise ShippingError(f"a graph may read attributes such as 'shape', not {args[1:]!r:.80}")
     elif name.startswith("builtins.") and kwargs:
         raise ShippingError(f"{name} takes no keyword arguments in a graph, got {list(kwargs)!r:.80}")
-    elif name == f"{check_relation.__module__}.check_relation":
-        if not args or not isinstance(args[0], str) or len(args[0]) > _MAX_RELATION or "**" in args[0]:
-            raise ShippingError("check_relation takes a short comparison of sizes")
+    elif name == f"{check_relation.__module__}.check_relation" and not _is_short_relation(args):
+        raise ShippingError("check_relation takes a short comparison of sizes")
+
+
+def _is_short_relation(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], str) and len(args[0]) <= _MAX_RELATION and "**" not in args[0]
 
 
 _MAX_RELATION = 4096

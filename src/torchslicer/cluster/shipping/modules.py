@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class ModuleWriter:
 
     Attributes:
         records: The modules written, each once, by number.
+        numbers: Identity of each module written to its number.
     """
 
     def __init__(self, tensors: TensorWriter, allowed: Importable) -> None:
@@ -57,7 +59,7 @@ class ModuleWriter:
         self.allowed = allowed
         self.records: list[dict[str, Any]] = []
         self.value = ValueWriter(self._other)
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self._alive: list[nn.Module] = []
         self._depth = 0
 
@@ -67,8 +69,8 @@ class ModuleWriter:
         Raises:
             ShippingError: It cannot be carried; the message names *path*, the attribute and the remedy.
         """
-        if id(module) in self._numbers:
-            return self._numbers[id(module)]
+        if id(module) in self.numbers:
+            return self.numbers[id(module)]
         self._depth += 1
         try:
             return self._write(module, path)
@@ -78,7 +80,7 @@ class ModuleWriter:
     def _write(self, module: nn.Module, path: str) -> int:
         if self._depth > MAX_DEPTH or len(self.records) >= MAX_MODULES:
             raise ShippingError(f"module '{path}': more than {MAX_MODULES} modules, or nested deeper than {MAX_DEPTH}")
-        number = self._numbers[id(module)] = len(self.records)
+        number = self.numbers[id(module)] = len(self.records)
         self._alive.append(module)
         entry: dict[str, Any] = {}
         self.records.append(entry)
@@ -96,7 +98,9 @@ class ModuleWriter:
             for name, child in module._modules.items()
         ]
         entry["attributes"] = [
-            [name, self._attribute(module, path, name, value)] for name, value in state.items() if name not in STANDARD
+            [name, self._attribute(module, path, name, value)]
+            for name, value in state.items()
+            if name not in STANDARD and not _is_cache(type(module), name)
         ]
         return number
 
@@ -126,10 +130,8 @@ class ModuleWriter:
     # -- values that are not plain ---------------------------------------------------------------------------------
 
     def _other(self, value: Any, write: Callable[[Any], Any]) -> Any:
-        if isinstance(value, Tensor):
-            return {"tensor": self.tensors.key(value)}
-        if isinstance(value, nn.Module):
-            return {"module": self.number(value, f"({type(value).__name__} in an attribute)")}
+        if isinstance(value, (Tensor, nn.Module)):
+            return self._reference(value)
         if isinstance(value, np.generic) and not isinstance(value, (np.flexible, np.object_)):
             return write(value.item())
         if isinstance(value, functools.partial):
@@ -139,6 +141,11 @@ class ModuleWriter:
         if callable(value) and not is_data_class(type(value)):
             return {"function": self.allowed.name_of_function(value)}
         return self._data(value, write)
+
+    def _reference(self, value: Tensor | nn.Module) -> Any:
+        if isinstance(value, Tensor):
+            return {"tensor": self.tensors.key(value)}
+        return {"module": self.number(value, f"({type(value).__name__} in an attribute)")}
 
     def _class_value(self, cls: type) -> Any:
         if issubclass(cls, nn.Module):
@@ -160,6 +167,11 @@ class ModuleWriter:
         if is_namedtuple(cls):
             return {"named": [name, [write(item) for item in value]]}
         return {"object": [name, [[key, write(item)] for key, item in _fields(value)]]}
+
+
+def _is_cache(cls: type, name: str) -> bool:
+    """Whether the attribute only holds what a cached property gave; the worker computes it again."""
+    return isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
@@ -194,7 +206,9 @@ class located:  # noqa: N801 - reads as a phrase: with located(...)
     def __enter__(self) -> None:
         """Nothing to do."""
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Raise the error again with its place, unless an inner one has named it."""
         if isinstance(error, ShippingError) and not isinstance(error, _LocatedError):
             raise _LocatedError(f"{self._place}: {error}. {REMEDY}") from error
@@ -228,5 +242,3 @@ def encode_module(module: nn.Module, path: str = "") -> tuple[dict[str, Any], di
         "tensors": writer.tensors.entries,
         "required": sorted(writer.allowed.required),
     }, writer.tensors.tensors
-
-

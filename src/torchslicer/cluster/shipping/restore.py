@@ -1,4 +1,4 @@
-"""Make modules from plain data: no constructor runs, no hook is set, nothing is imported that the worker has not listed."""
+"""Make modules from plain data: no constructor runs, no hook is set, only what the worker has listed is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchslicer.cluster.shipping.allow import Allowed, is_config, is_namedtuple
 from torchslicer.cluster.shipping.modules import CONFIG_DROPPED, MAX_MODULES, STANDARD, why_not_attribute
 from torchslicer.cluster.shipping.names import shorten
 from torchslicer.cluster.shipping.tensors import TensorReader
-from torchslicer.cluster.shipping.values import MAX_DEPTH, ValueReader, flag, integer, listed, record, text
+from torchslicer.cluster.shipping.values import MAX_DEPTH, ValueReader, flag, integer, listed, pairs, record, text
 from torchslicer.errors import ShippingError
 
 _KEYS = ("class", "training", "parameters", "buffers", "modules", "attributes")
@@ -43,7 +43,7 @@ class ModuleReader:
         _check_tree([_children(entry[4], len(fields)) for entry in fields])
         self.modules = [_blank(allowed.module_class(entry[0])) for entry in fields]
         for module, entry in zip(self.modules, fields, strict=True):
-            self._fill(module, *entry[1:])
+            self._fill(module, entry)
 
     def module(self, number: Any) -> nn.Module:
         """Return module *number*.
@@ -53,21 +53,20 @@ class ModuleReader:
         """
         return self.modules[integer(number, 0, len(self.modules) - 1)]
 
-    def _fill(
-        self, module: nn.Module, training: Any, parameters: Any, buffers: Any, modules: Any, attributes: Any
-    ) -> None:
+    def _fill(self, module: nn.Module, entry: list[Any]) -> None:
+        _, training, parameters, buffers, modules, attributes = entry
         state = dict(vars(nn.Module()))
         state["training"] = flag(training)
-        for name, key in _pairs(parameters):
+        for name, key in pairs(parameters):
             state["_parameters"][_tensor_name(name)] = None if key is None else self.tensors.parameter(key)
         for item in listed(buffers):
             name, key, persistent = listed(item, 3)
             state["_buffers"][_tensor_name(name)] = None if key is None else self._buffer(key)
             if not flag(persistent):
                 state["_non_persistent_buffers_set"].add(name)
-        for name, number in _pairs(modules):
+        for name, number in pairs(modules):
             state["_modules"][_tensor_name(name)] = None if number is None else self.module(number)
-        for name, data in _pairs(attributes):
+        for name, data in pairs(attributes):
             why = why_not_attribute(type(module), name) or ("is a standard one" if name in STANDARD else "")
             if why:
                 raise ShippingError(f"attribute {shorten(name)} of {type(module).__qualname__} {why}")
@@ -100,7 +99,7 @@ class ModuleReader:
     def _partial(self, body: Any, read: Callable[[Any], Any]) -> Any:
         name, keywords = listed(body, 2)
         return functools.partial(
-            self.allowed.module_class(name), **{_identifier(key): read(value) for key, value in _pairs(keywords)}
+            self.allowed.module_class(name), **{_identifier(key): read(value) for key, value in pairs(keywords)}
         )
 
     def _enum(self, body: Any) -> Any:
@@ -122,7 +121,7 @@ class ModuleReader:
         cls = self.allowed.data_class(name)
         if is_namedtuple(cls) or issubclass(cls, enum.Enum):
             raise ShippingError(f"'{name}' is no class of objects with attributes")
-        values = {_identifier(key): read(value) for key, value in _pairs(items)}
+        values = {_identifier(key): read(value) for key, value in pairs(items)}
         _check_data(cls, values)
         made = object.__new__(cls)
         for key, value in values.items():
@@ -165,13 +164,6 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
         raise ShippingError(f"the attributes of {type(module).__qualname__} do not fit together: {error}") from error
 
 
-def _pairs(data: Any) -> list[tuple[Any, Any]]:
-    pairs = [(pair[0], pair[1]) for pair in (listed(item, 2) for item in listed(data))]
-    if len({text(name) for name, _ in pairs}) != len(pairs):
-        raise ShippingError("a name is given twice")
-    return pairs
-
-
 def _tensor_name(name: Any) -> str:
     if not text(name) or len(name) > 512 or "." in name or name.startswith("__"):
         raise ShippingError(f"{shorten(name)} is no name of a parameter, buffer or module")
@@ -185,7 +177,7 @@ def _identifier(name: Any) -> str:
 
 
 def _children(modules: Any, count: int) -> list[int]:
-    return [integer(number, 0, count - 1) for _, number in _pairs(modules) if number is not None]
+    return [integer(number, 0, count - 1) for _, number in pairs(modules) if number is not None]
 
 
 def _check_tree(children: list[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,11 +57,11 @@ class TensorWriter:
             ShippingError: Two tensors overlap.
         """
         extents = sorted((*_extent(tensor), key) for key, tensor in self.tensors.items() if tensor.numel())
-        for (_, end, one), (start, _, other) in zip(extents, extents[1:], strict=False):
+        for (_, end, one), (start, _, other) in itertools.pairwise(extents):
             if start < end:
                 raise ShippingError(
-                    f"'{one}' and '{other}' share memory without being the same tensor; on a worker they would part. Use "
-                    "the same Parameter or buffer in both places, or .clone() one of them"
+                    f"'{one}' and '{other}' share memory without being the same tensor; on a worker they would part. "
+                    "Use the same Parameter or buffer in both places, or .clone() one of them"
                 )
 
 
@@ -84,7 +85,9 @@ def _entry(tensor: Tensor) -> dict[str, Any]:
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "stride": None if tensor.is_contiguous() or not _is_dense(tensor.shape, tensor.stride()) else [*tensor.stride()],
+        "stride": None
+        if tensor.is_contiguous() or not _is_dense(tensor.shape, tensor.stride())
+        else [*tensor.stride()],
         "parameter": isinstance(tensor, nn.Parameter),
         "requires_grad": tensor.requires_grad,
     }

@@ -267,6 +267,22 @@ def listed(data: Any, length: int | None = None) -> list[Any]:
     return data
 
 
+def pairs(data: Any) -> list[tuple[str, Any]]:
+    """Return *data* if it is a list of names, each once, with a value.
+
+    Raises:
+        ShippingError: It is not.
+
+    Example:
+        >>> pairs([["a", 1]])
+        [('a', 1)]
+    """
+    found = [(text(name), value) for name, value in (listed(item, 2) for item in listed(data))]
+    if len(dict(found)) != len(found):
+        raise ShippingError("a name is given twice")
+    return found
+
+
 def text(data: Any) -> str:
     """Return *data* if it is a string.
 

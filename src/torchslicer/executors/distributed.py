@@ -1,0 +1,270 @@
+"""The distributed executor: stages in worker processes, driven from here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import Self
+
+from torchslicer.cluster.coordinator import Coordinator, Liveness, Member
+from torchslicer.cluster.hub import TlsMaterial
+from torchslicer.cluster.part import ModeCut, encode_part
+from torchslicer.cluster.run import ClusterRun, RunSettings
+from torchslicer.config import RunConfig
+from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
+from torchslicer.errors import ConfigError, TorchSlicerError, TransportError, WorkerFailureError
+from torchslicer.executors.base import Cut, ForwardResult, StepResult
+from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
+from torchslicer.pipeline.batch import Batch
+from torchslicer.pipeline.criterion import Criterion
+from torchslicer.pipeline.optimizers import clip_coefficient, global_norm
+from torchslicer.pipeline.options import TrainingOptions
+from torchslicer.pipeline.rng import stream_key
+from torchslicer.pipeline.stage import Work, find_routes
+from torchslicer.pipeline.step import check_finite, make_works, total_loss
+from torchslicer.transport.tcp import TcpListener, connect
+
+logger = logging.getLogger("torchslicer.distributed")
+
+_RETRY_S = 0.2
+
+
+@dataclass
+class _Sent:
+    """A step whose inputs are with the workers."""
+
+    step: int
+    batches: list[tuple[int, list[Work]]]
+
+
+class DistributedExecutor:
+    """Runs every stage in a worker of its own, anywhere.
+
+    Args:
+        discovery: `CoordinatorDiscovery` (workers register here) or `StaticDiscovery` (a list of workers that listen).
+        coordinator_addr: Where to listen for workers, ``HOST:PORT``; port 0 takes a free one.
+        run_config: Time-outs and transport; by default those of `RunConfig`.
+        transport: ``"grpc"`` or ``"tcp"`` for tensors between hosts; on one host UNIX sockets are used either way.
+        tls: Encryption; needed beyond loopback.
+
+    Example:
+        >>> executor = DistributedExecutor(coordinator_addr="127.0.0.1:0")
+        >>> executor.address.startswith("127.0.0.1:")
+        True
+        >>> executor.close()
+    """
+
+    wants_upcoming = True
+
+    def __init__(
+        self,
+        discovery: CoordinatorDiscovery | StaticDiscovery | None = None,
+        coordinator_addr: str = "127.0.0.1:0",
+        run_config: RunConfig | None = None,
+        *,
+        transport: str | None = None,
+        tls: TlsMaterial | None = None,
+    ) -> None:
+        self.discovery = discovery or CoordinatorDiscovery()
+        self.config = run_config or RunConfig()
+        self.transport = transport or self.config.transport.tensor
+        if self.transport not in ("grpc", "tcp"):
+            raise ConfigError(f"transport: expected 'grpc' or 'tcp', got {self.transport!r}")
+        self.run_id = self.discovery.run_id or self.config.run_id
+        self._tls = tls
+        tolerance = self.config.fault_tolerance
+        self.coordinator = Coordinator(
+            self.run_id,
+            liveness=Liveness(tolerance.heartbeat_interval_s, tolerance.ping_timeout_s),
+            tag_filter=getattr(self.discovery, "tag_filter", ()) or self.config.discovery.tag_filter,
+            tls=tls,
+        )
+        self.address = ""
+        if isinstance(self.discovery, CoordinatorDiscovery):
+            listener = TcpListener(coordinator_addr, tls=None if tls is None else tls.server)
+            self.address = listener.address
+            self.coordinator.listen(listener)
+        self._local = LocalExecutor()
+        self._generation = 0
+        self._run: ClusterRun | None = None
+        self._cut: Cut | None = None
+        self._options: TrainingOptions | None = None
+        self._sent: _Sent | None = None
+        self._rate: _Rate | None = None
+
+    # -- a run -----------------------------------------------------------------------------------------------
+
+    def setup(self, cut: Cut, options: TrainingOptions) -> None:
+        """Wait for the workers, give each its stage, and link them."""
+        training = _mode_cut(cut.graphs.training, cut.stage_of)
+        evaluation = _mode_cut(cut.graphs.evaluation, cut.evaluation_stage_of)
+        ranks = range(cut.num_stages)
+        parts = [encode_part(training, evaluation, stage, ranks, options) for stage in ranks]
+        members = self._members(cut.num_stages)
+        self._generation += 1
+        settings = RunSettings(self.run_id, self.transport, tls=self._tls)
+        run = ClusterRun(
+            self.coordinator, members, settings, generation=self._generation, training=training, evaluation=evaluation
+        )
+        self._run, self._cut, self._options, self._sent = run, cut, options, None
+        self._rate = _Rate(options)
+        run.start(parts)
+        how = ", ".join(f"{member.node}: stage {rank}" for rank, member in enumerate(members))
+        logger.info("run %s: %s; data by %s", self.run_id, how, sorted(set(run.routes_taken.values())))
+
+    def _members(self, count: int) -> list[Member]:
+        if isinstance(self.discovery, StaticDiscovery):
+            return self._dialled(count)
+        return self.coordinator.wait_for(count, timeout_s=self._discovery_timeout_s())
+
+    def _discovery_timeout_s(self) -> float:
+        return min(self.discovery.timeout_s, self.config.discovery.timeout)
+
+    def _dialled(self, count: int) -> list[Member]:
+        """Connect to the listed workers, in the order of the list."""
+        peers = list(self.discovery.peers)  # type: ignore[union-attr]
+        if len(peers) < count:
+            raise ConfigError(f"{count} stages need {count} peers, the list has {len(peers)}: {peers}")
+        return [self._dial(address) for address in peers[:count]]
+
+    def _dial(self, address: str) -> Member:
+        for member in self.coordinator.live():
+            if member.dialled == address:
+                return member
+        deadline = time.monotonic() + self._discovery_timeout_s()
+        while True:
+            try:
+                context = None if self._tls is None else self._tls.client
+                member = self.coordinator.adopt(connect(address, timeout_s=5.0, tls=context))
+            except TransportError as error:
+                if time.monotonic() > deadline:
+                    raise WorkerFailureError(f"no worker listens at {address}: {error}") from error
+                time.sleep(_RETRY_S)
+            else:
+                member.dialled = address
+                return member
+
+    def train_step(self, batches: Sequence[Batch], step: int, upcoming: Sequence[Batch] | None = None) -> StepResult:
+        """Run one optimizer step; the inputs of the *upcoming* one are sent while it runs.
+
+        Raises:
+            StageError: A stage raised; the message has the traceback of its worker.
+            WorkerFailureError: A worker died or went silent.
+            NonFiniteLossError: The loss is not finite; no parameter was updated.
+        """
+        run, options = self._running()
+        sent = self._send(batches, step)
+        run.start_step(step, sent.batches)
+        self._sent = None if upcoming is None else self._send(upcoming, step + 1)
+        losses = run.losses(step, len(sent.batches))
+        total = total_loss(losses)
+        check_finite(total, step)
+        norm = None
+        if options.max_grad_norm is not None:
+            found = global_norm(list(run.norms(step).values()))
+            run.scale(step, clip_coefficient(found, options.max_grad_norm))
+            norm = float(found)
+        lr = self._rate.step() if self._rate is not None else 0.0
+        return StepResult(float(total), sum(batch.size for batch in batches), lr, norm)
+
+    def _send(self, batches: Sequence[Batch], step: int) -> _Sent:
+        if self._sent is not None and self._sent.step == step:
+            return self._sent
+        run, options = self._running()
+        numbered = [(run.next_pass(), works) for works in make_works(batches, options, step)]
+        for pass_index, works in numbered:
+            run.send_batch(works, pass_index, training=True)
+        return _Sent(step, numbered)
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Advance the schedulers that step once an epoch."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        self._running()[0].end_epoch(numbers)
+        if self._rate is not None:
+            self._rate.end_epoch(numbers)
+
+    def teardown(self, *, failed: bool = False) -> None:
+        """Fetch the trained weights into the model and let the workers go; after a failure only the latter."""
+        run, self._run, self._sent = self._run, None, None
+        if run is None:
+            return
+        if failed:
+            run.abort("the run failed")
+            return
+        try:
+            _load(self._cut, run.gather())
+            run.release()
+        except TorchSlicerError:
+            run.abort("the run could not be ended")
+            raise
+
+    def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
+        """Run a batch in evaluation mode: on the workers while a run lasts, else here."""
+        if self._run is None:
+            return self._local.forward(cut, batch, criterion=criterion, mixed_precision=mixed_precision)
+        work = Work(0, batch.inputs, batch.target, key=stream_key(EVALUATION_STREAM, 0, 0))
+        output = self._run.evaluate([work])
+        if criterion is None:
+            return ForwardResult(output)
+        with torch.no_grad():
+            return ForwardResult(output, float(criterion.loss(output, batch.target)))
+
+    def close(self, *, shut_workers: bool = False) -> None:
+        """Stop listening and end all connections; with *shut_workers*, tell the workers to exit."""
+        self.coordinator.close(shut_workers=shut_workers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _running(self) -> tuple[ClusterRun, TrainingOptions]:
+        if self._run is None or self._options is None:
+            raise RuntimeError("the executor was not set up")
+        return self._run, self._options
+
+
+class _Rate:
+    """Follows the learning rate that the workers' schedulers produce, on a parameter that nobody trains."""
+
+    def __init__(self, options: TrainingOptions) -> None:
+        self._spec = options.scheduler
+        self._optimizer = options.optimizer.build([("shadow", torch.nn.Parameter(torch.zeros(2, 2)))])
+        self._scheduler = None
+        if self._spec is not None and self._optimizer is not None:
+            self._scheduler = self._spec.build(self._optimizer)
+
+    def step(self) -> float:
+        """Return the rate of this step, and go on to the next."""
+        if self._optimizer is None:
+            return 0.0
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        if self._spec is not None and self._spec.interval == "step":
+            self._spec.step(self._scheduler, {})
+        return rate
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Go on to the next epoch."""
+        if self._spec is not None and self._spec.interval == "epoch" and self._scheduler is not None:
+            self._spec.step(self._scheduler, metrics)
+
+
+def _mode_cut(graph: object, stage_of: tuple[int, ...]) -> ModeCut:
+    return ModeCut(graph, stage_of, find_routes(graph, stage_of))  # type: ignore[arg-type]
+
+
+def _load(cut: Cut | None, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy what the workers sent into the model."""
+    if cut is None:
+        return
+    graph = cut.graphs.training
+    with torch.no_grad():
+        for name, tensor in state.items():
+            owner = graph.parameters[name] if name in graph.parameters else graph.buffers[name]
+            owner.data.copy_(tensor)
