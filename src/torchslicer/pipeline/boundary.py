@@ -9,6 +9,7 @@ puts the gradients of roots into a node's buffer before it runs anything.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,12 @@ class _Import(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
         ctx.received[0] = gradients[0]
         return None, None, None
+
+
+@functools.cache
+def _phony(device: torch.device) -> torch.Tensor:
+    """What makes autograd record the identity node: a parameter of no elements, which never gets a gradient."""
+    return torch.empty(0, device=device, requires_grad=True)
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,10 @@ class Import:
         self._edges.append(None)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        tensor = leaf.detach() if leaf.device == device else leaf.detach().to(device)
+        tensor = leaf if leaf.device == device else leaf.detach().to(device)
         if not wants_gradient:
-            return tensor
-        phony = torch.empty(0, device=device, requires_grad=True)
-        inside = _Import.apply(phony, tensor, received)  # type: ignore[no-untyped-call]
+            return tensor.detach()
+        inside = _Import.apply(_phony(device), tensor, received)  # type: ignore[no-untyped-call]
         self._edges[-1] = get_gradient_edge(inside)
         return inside
 

@@ -19,6 +19,9 @@ from torchslicer.errors import PeerClosedError, TransportError
 from torchslicer.transport.base import Deadline
 
 TICK_S = 0.1
+# How long a write waits for a receiver that takes nothing. While it does take, writing on in the caller's own thread is
+# quickest; when it does not, the caller has other things to do.
+PATIENCE_S = 0.004
 # A TLS record holds at most this much; what fits is joined, so that header and payload share one.
 _RECORD_BYTES = 16 << 10
 
@@ -58,7 +61,7 @@ class PlainStream:
         sock.setblocking(True)
         tick = struct.pack("@ll", 0, int(TICK_S * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(PATIENCE_S * 1e6)))
         self._socket, self._peer = sock, peer
 
     def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:

@@ -12,10 +12,6 @@ from torchslicer.transport.frame import HEADER_BYTES, Frame, encode_header
 from torchslicer.transport.queue import again
 from torchslicer.transport.stream import Stream
 
-# How long the caller of `send` waits for a receiver that takes nothing before the thread takes over.
-_PATIENCE_S = 0.001
-
-
 class FrameWriter:
     """Writes frames in the order of :meth:`send`.
 
@@ -84,17 +80,14 @@ class FrameWriter:
     def _write_now(self, header: bytes, payload: memoryview, size: int) -> list[memoryview]:
         """Write for as long as the receiver keeps taking; return what is left."""
         try:
-            count = self._stream.write((header, payload), wait=False)
-            if count == size:
-                return []
-            rest = [memoryview(header), payload]
-            _advance(rest, count)
-            while self._stream.wait_writable(_PATIENCE_S) and (count := self._stream.write(rest, wait=False)):
-                if _advance(rest, count):
-                    break
+            count = self._stream.write((header, payload), wait=True)
         except PeerClosedError as error:
             self.end(error)
             raise
+        if count == size:
+            return []
+        rest = [memoryview(header), payload]
+        _advance(rest, count)
         return rest
 
     def _enqueue(self, buffers: list[memoryview], size: int) -> None:
