@@ -1,7 +1,7 @@
 """From a model and what the user asked for to a verified cut.
 
 A cut is made when `slice` is called, from the model alone or with example inputs. The first batch of a run is looked
-at before anything is trained: if it brings other inputs than the cut was made for, or training flags have changed,
+at before anything is trained: if it brings other inputs than the cut was made for, or the model has changed,
 the cut is made again; then graph and model are compared on it.
 """
 
@@ -20,7 +20,7 @@ from torchslicer.errors import ConfigError, SliceError, TraceError, Verification
 from torchslicer.executors.base import Cut
 from torchslicer.graph.fx import input_names, required_inputs
 from torchslicer.graph.model import ModelGraph
-from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evaluation, trace_modes, training_flags
+from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evaluation, settings_of, trace_modes
 from torchslicer.graph.pack import Pack, packed_inputs
 from torchslicer.graph.trace import trace
 from torchslicer.partition import Plan, UnitCosts, build_plan, cuts_from_names, resolve_strategy, static_costs
@@ -88,8 +88,8 @@ class Cutter:
             logger.info("cutting again for the inputs %s", list(inputs))
             self.given, self.checked = tuple(inputs), False
             self._make(inputs)
-        elif self.graphs.flags != training_flags(self.model):
-            logger.info("cutting again, since training flags have changed")
+        elif self.graphs.settings != settings_of(self.model):
+            logger.info("cutting again, since modules, training flags or other attributes have changed")
             self._make(inputs)
         elif not self.checked:
             self._check(inputs)
@@ -135,7 +135,7 @@ class Cutter:
                 verify(graphs.evaluation, inputs, gradients=False)
             evaluation = analyse(graphs.evaluation, inputs)
         self.checked = True
-        return ModeGraphs(training, evaluation, graphs.flags)
+        return ModeGraphs(training, evaluation, graphs.settings)
 
     def _starts(self, graph: ModelGraph, inputs: Mapping[str, Any] | None) -> tuple[int, ...]:
         if self.request.cuts is not None:

@@ -3,102 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from typing_extensions import Self
 
 from torchslicer.api import SlicedModel, slice  # noqa: A004 - the library's main function
 from torchslicer.callbacks import Metrics
 from torchslicer.discovery import CoordinatorDiscovery
+from torchslicer.errors import ConfigError, WorkerFailureError
 from torchslicer.executors.distributed import DistributedExecutor
+from torchslicer.executors.processes import LocalWorkers
 
-_STOP_TIMEOUT_S = 10.0
-_KEPT_LINES = 50
+__all__ = ["LocalWorkers", "simulate", "simulated"]
 
-
-class LocalWorkers:
-    """Worker processes on this machine, connected to one coordinator.
-
-    They end with the ``with`` block, and also when this process dies: their standard input is then closed.
-
-    Args:
-        address: ``HOST:PORT`` of the coordinator.
-        count: How many to start.
-        threads: Threads of torch in each; by default the cores are shared.
-        trust: Packages that models may use.
-        device: Where they compute.
-    """
-
-    def __init__(
-        self, address: str, count: int, *, threads: int | None = None, trust: Sequence[str] = (), device: str = "cpu"
-    ) -> None:
-        options = ["--device", device, "--log-level", "WARNING", "--exit-with-stdin", "--once"]
-        options += ["--threads", str(threads)] if threads else []
-        options += [part for package in trust for part in ("--trust", package)]
-        self._processes = [
-            subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [
-                    sys.executable, "-m", "torchslicer.cli", "worker", "--coordinator", address,
-                    "--name", f"worker-{index:03d}", *options,
-                ],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index in range(count)
-        ]  # fmt: skip
-        self._said: list[deque[str]] = [deque(maxlen=_KEPT_LINES) for _ in self._processes]
-        self._threads = [
-            threading.Thread(target=self._listen, args=(index,), name="torchslicer-worker-log", daemon=True)
-            for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _listen(self, index: int) -> None:
-        stream = self._processes[index].stderr
-        for line in stream or ():
-            self._said[index].append(line.rstrip())
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers."""
-        return tuple(process.pid for process in self._processes)
-
-    def last_words(self) -> str:
-        """Return what the workers last wrote to stderr, for messages."""
-        lines = [f"worker-{index:03d}: {line}" for index, said in enumerate(self._said) for line in list(said)[-5:]]
-        return "\n".join(lines)
-
-    def stop(self) -> None:
-        """End the workers: politely, then firmly."""
-        for process in self._processes:
-            with contextlib.suppress(OSError):
-                if process.stdin is not None:
-                    process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_STOP_TIMEOUT_S)
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-        for process in self._processes:
-            if process.stderr is not None:
-                process.stderr.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+_START_TIMEOUT_S = 120.0
+_NEVER_TRUSTED = frozenset({*sys.stdlib_module_names, "__main__", "numpy", "torch", "torchslicer"})
 
 
 @contextlib.contextmanager
@@ -109,6 +30,7 @@ def simulated(
     threads: int | None = None,
     trust: Sequence[str] = (),
     run_config: Any = None,
+    same_host: bool = True,
 ) -> Iterator[DistributedExecutor]:
     """Start *n* workers on this machine and yield an executor that uses them; all end with the block.
 
@@ -118,14 +40,38 @@ def simulated(
         threads: Threads of torch in each worker; by default the cores are shared.
         trust: Packages that models may use.
         run_config: Configuration of the executor.
+        same_host: Use UNIX sockets; False lets tensors take *transport*, as between machines.
+
+    Raises:
+        ConfigError: *n* is no positive number.
+        WorkerFailureError: A worker died; the message holds its last words.
     """
-    executor = DistributedExecutor(CoordinatorDiscovery(), "127.0.0.1:0", run_config, transport=transport)
+    if n < 1:
+        raise ConfigError(f"simulate: expected at least one worker, got n={n}")
+    executor = DistributedExecutor(
+        CoordinatorDiscovery(), "127.0.0.1:0", run_config, transport=transport, same_host=same_host
+    )
+    names = [f"worker-{index:03d}" for index in range(n)]
     try:
-        with LocalWorkers(executor.address, n, threads=threads, trust=trust):
-            yield executor
+        with LocalWorkers(executor.address, names, threads=threads, trust=trust) as workers:
+            workers.wait_for(lambda: len(executor.coordinator.live()), timeout_s=_START_TIMEOUT_S)
+            with _last_words(workers):
+                yield executor
             executor.close(shut_workers=True)
     finally:
         executor.close()
+
+
+@contextlib.contextmanager
+def _last_words(workers: LocalWorkers) -> Iterator[None]:
+    """Add what the workers said to the error about one that died."""
+    try:
+        yield
+    except WorkerFailureError as error:
+        words = workers.last_words()
+        if not words:
+            raise
+        raise WorkerFailureError(f"{error}\nThe last words of the workers:\n{words}") from error
 
 
 def simulate(
@@ -137,7 +83,7 @@ def simulate(
     n: int = 2,
     transport: str = "tcp",
     threads: int | None = None,
-    trust: Sequence[str] = (),
+    trust: Sequence[str] | None = None,
     strategy: Any = "uniform",
     pack: Any = None,
     cuts: Sequence[str] | None = None,
@@ -152,10 +98,10 @@ def simulate(
         loader: Yields batches.
         optimizer: As for `SlicedModel.train`.
         criterion: As for `SlicedModel.train`.
-        n: Number of stages and workers.
+        n: Number of stages and workers; with *cuts*, there are as many as those make.
         transport: As for `simulated`.
         threads: As for `simulated`.
-        trust: As for `simulated`.
+        trust: As for `simulated`; by default the packages that the classes of *model* and *criterion* come from.
         strategy: As for `slice`.
         pack: As for `slice`.
         cuts: As for `slice`.
@@ -163,8 +109,19 @@ def simulate(
         run_config: As for `SlicedModel.train`.
         training: Further arguments of `SlicedModel.train`.
     """
-    with simulated(n, transport=transport, threads=threads, trust=trust, run_config=run_config) as executor:
+    n = n if cuts is None else len(cuts) + 1
+    trusted = _packages(model, criterion) if trust is None else trust
+    with simulated(n, transport=transport, threads=threads, trust=trusted, run_config=run_config) as executor:
         sliced: SlicedModel = slice(
             model, strategy, n if cuts is None else None, executor, pack, cuts=cuts, example=example
         )
         return sliced.train(loader, optimizer, criterion, run_config=run_config, **training)
+
+
+def _packages(model: nn.Module, criterion: Any) -> list[str]:
+    """Return the user's own packages that objects of a model come from: the workers run the user's code anyway."""
+    objects = [*model.modules(), criterion]
+    modules = {getattr(item if callable(item) and not isinstance(item, nn.Module) else type(item), "__module__", None)
+               for item in objects if item is not None}  # fmt: skip
+    roots = {module.split(".")[0] for module in modules if module}
+    return sorted(roots - _NEVER_TRUSTED)

@@ -132,7 +132,9 @@ def sliced_of(model: nn.Module, n: int, *example: Any, **options: Any) -> tuple[
     return sliced, dict(zip(names, example, strict=True))
 
 
-@pytest.mark.parametrize("case", [models.RESNET, models.UNET, models.GPT_CASE, models.TAGGER, models.BN_MLP, models.MOE])
+@pytest.mark.parametrize(
+    "case", [models.RESNET, models.UNET, models.GPT_CASE, models.TAGGER, models.BN_MLP, models.MOE]
+)
 def test_every_stage_of_the_parity_models(case: models.Case) -> None:
     inputs = case.example()
     options = {"pack": case.pack} if case.pack else {}
@@ -215,7 +217,9 @@ def test_packed_stages_name_the_users_modules_that_workers_must_trust() -> None:
     sliced, _ = sliced_of(models.MOE.model(), 3, models.MOE.example(), pack=models.pack_moe)
     shipped = ship(cut_of(sliced), 1)
     assert shipped.required == ("tests.support.models",)
-    with pytest.raises(ShippingError, match="'tests.support.models' is not on this worker's list; start .* --trust tests"):
+    with pytest.raises(
+        ShippingError, match="'tests.support.models' is not on this worker's list; start .* --trust tests"
+    ):
         receive(shipped, Allowed())
     graph = receive(shipped).training.graph
     assert all(name.startswith("blocks.") for name in graph.parameters)
@@ -272,7 +276,7 @@ class Numeric(nn.Module):
 
 def test_a_refusal_names_the_operation_and_the_way_out() -> None:
     graph = trace(Numeric("share_memory_"))
-    with pytest.raises(ShippingError, match=r"operation 'share_memory_'.*not on the list.*pack=.*my|PACKAGE"):
+    with pytest.raises(ShippingError, match=r"operation 'share_memory_'.*is not on the list.*pack="):
         encode_stage(graph, 0, tuple(0 for _ in graph.units), ())
 
 
@@ -299,12 +303,34 @@ def targeting(op: str, target: Any, **extra: Any) -> Callable[[dict[str, Any]], 
 
 
 FUNCTIONS = [
-    "torch:load", "torch.load", "torch.hub.load", "builtins:eval", "builtins.eval", "builtins.exec", "os:system",
-    "torch.compile", "torch.from_file", "torch.save", "operator.call", "operator.attrgetter", "builtins.setattr",
-    "torch.nn.functional.triplet_margin_with_distance_loss", "aten.from_file.default", "aten.set_.source_Storage",
-    "aten.empty.memory_format", "torch.empty", "apply os:system", "make subprocess:Popen", "tests.support.models:os.system",
-    "tests.support.models:GPT.__init__", "make tests.support.models:GPT", "torch.nn.functional:relu", "", ":", "a:b:c",
-]  # fmt: skip
+    "torch:load",
+    "torch.load",
+    "torch.hub.load",
+    "builtins:eval",
+    "builtins.eval",
+    "builtins.exec",
+    "os:system",
+    "torch.compile",
+    "torch.from_file",
+    "torch.save",
+    "operator.call",
+    "operator.attrgetter",
+    "builtins.setattr",
+    "torch.nn.functional.triplet_margin_with_distance_loss",
+    "aten.from_file.default",
+    "aten.set_.source_Storage",
+    "aten.empty.memory_format",
+    "torch.empty",
+    "apply os:system",
+    "make subprocess:Popen",
+    "tests.support.models:os.system",
+    "tests.support.models:GPT.__init__",
+    "make tests.support.models:GPT",
+    "torch.nn.functional:relu",
+    "",
+    ":",
+    "a:b:c",
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -313,7 +339,9 @@ def test_functions_off_the_list(name: str) -> None:
         hostile(targeting("function", name))
 
 
-@pytest.mark.parametrize("name", ["apply_", "map_", "__reduce_ex__", "__class__", "register_hook", "numpy", "set_", "format"])
+@pytest.mark.parametrize(
+    "name", ["apply_", "map_", "__reduce_ex__", "__class__", "register_hook", "numpy", "set_", "format"]
+)
 def test_methods_off_the_list(name: str) -> None:
     with pytest.raises(ShippingError, match="is not on the list of tensor methods"):
         hostile(targeting("method", name))

@@ -20,6 +20,7 @@ from torchslicer.cluster.messages import (
     Attach,
     BatchInfo,
     EndEpoch,
+    Endpoint,
     Evaluate,
     Gather,
     Losses,
@@ -45,10 +46,11 @@ from torchslicer.transport.frame import FrameKind
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is carried out."""
+    """How a run is carried out; ``same_host`` lets processes of one host use UNIX sockets."""
 
     run_id: str
     transport: str = "tcp"
+    same_host: bool = True
     stall_timeout_s: float = 600.0
     start_timeout_s: float = 60.0
     tls: TlsMaterial | None = None
@@ -115,7 +117,7 @@ class ClusterRun:
         try:
             for rank, member in enumerate(self.members):
                 channel, how = open_link(
-                    member.hello.endpoints, member.hello.host, attach, transport=self.settings.transport,
+                    self._endpoints(member), member.hello.host, attach, transport=self.settings.transport,
                     tls=self.settings.tls, timeout_s=self.settings.start_timeout_s,
                 )  # fmt: skip
                 self.routes_taken[member.node] = how
@@ -134,7 +136,7 @@ class ClusterRun:
 
     def _assign(self, rank: int, part: ShippedPart, threads: int) -> Assign:
         peers = [
-            Peer(rank=index, node=m.node, host=m.hello.host, endpoints=m.hello.endpoints)
+            Peer(rank=index, node=m.node, host=m.hello.host, endpoints=self._endpoints(m))
             for index, m in enumerate(self.members)
         ]
         return Assign(
@@ -150,6 +152,11 @@ class ClusterRun:
             description=part.description,
             tensors=list(part.tensors),
         )
+
+    def _endpoints(self, member: Member) -> list[Endpoint]:
+        """Return where others may connect to *member*; without ``same_host`` its UNIX socket is not told."""
+        found = member.hello.endpoints
+        return found if self.settings.same_host else [entry for entry in found if entry.transport != "unix"]
 
     def _neighbours(self, rank: int) -> set[int]:
         """Ranks that exchange anything with *rank*: values, gradients, or gradients of tied parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from typing_extensions import Self
 
 from torchslicer.cluster.coordinator import Coordinator, Liveness, Member
 from torchslicer.cluster.hub import TlsMaterial
-from torchslicer.cluster.part import ModeCut, encode_part
+from torchslicer.cluster.part import ModeCut, ShippedPart, encode_part
 from torchslicer.cluster.run import ClusterRun, RunSettings
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, TorchSlicerError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
+from torchslicer.executors.processes import LocalWorkers
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
 from torchslicer.pipeline.optimizers import clip_coefficient, global_norm
@@ -31,6 +33,7 @@ from torchslicer.transport.tcp import TcpListener, connect
 logger = logging.getLogger("torchslicer.distributed")
 
 _RETRY_S = 0.2
+_HOST_START_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -49,6 +52,10 @@ class DistributedExecutor:
         coordinator_addr: Where to listen for workers, ``HOST:PORT``; port 0 takes a free one.
         run_config: Time-outs and transport; by default those of `RunConfig`.
         transport: ``"grpc"`` or ``"tcp"`` for tensors between hosts; on one host UNIX sockets are used either way.
+        same_host: Use UNIX sockets between processes of one host; False lets tensors take *transport* there, too.
+        host_stage: 0 lets a process of this machine, started and stopped by the executor, hold stage 0, so that the
+            inputs stay here; the peers of a `StaticDiscovery` hold the other stages.
+        host_threads: Threads of torch in that process; by default the cores, shared with workers on this machine.
         tls: Encryption; needed beyond loopback.
 
     Example:
@@ -67,6 +74,9 @@ class DistributedExecutor:
         run_config: RunConfig | None = None,
         *,
         transport: str | None = None,
+        same_host: bool = True,
+        host_stage: int | None = None,
+        host_threads: int | None = None,
         tls: TlsMaterial | None = None,
     ) -> None:
         self.discovery = discovery or CoordinatorDiscovery()
@@ -74,6 +84,12 @@ class DistributedExecutor:
         self.transport = transport or self.config.transport.tensor
         if self.transport not in ("grpc", "tcp"):
             raise ConfigError(f"transport: expected 'grpc' or 'tcp', got {self.transport!r}")
+        if host_stage is not None and (host_stage != 0 or not isinstance(self.discovery, StaticDiscovery)):
+            raise ConfigError(
+                f"host_stage: expected 0 (the stage that the inputs go to), with StaticDiscovery(peers=[...]) for the "
+                f"others; got {host_stage!r} with {type(self.discovery).__name__}"
+            )
+        self.same_host = same_host
         self.run_id = self.discovery.run_id or self.config.run_id
         self._tls = tls
         tolerance = self.config.fault_tolerance
@@ -88,6 +104,7 @@ class DistributedExecutor:
             listener = TcpListener(coordinator_addr, tls=None if tls is None else tls.server)
             self.address = listener.address
             self.coordinator.listen(listener)
+        self._host = None if host_stage is None else _HostedStage(self.coordinator, host_threads)
         self._local = LocalExecutor()
         self._generation = 0
         self._run: ClusterRun | None = None
@@ -104,9 +121,9 @@ class DistributedExecutor:
         evaluation = _mode_cut(cut.graphs.evaluation, cut.evaluation_stage_of)
         ranks = range(cut.num_stages)
         parts = [encode_part(training, evaluation, stage, ranks, options) for stage in ranks]
-        members = self._members(cut.num_stages)
+        members = self._members(parts)
         self._generation += 1
-        settings = RunSettings(self.run_id, self.transport, tls=self._tls)
+        settings = RunSettings(self.run_id, self.transport, same_host=self.same_host, tls=self._tls)
         run = ClusterRun(
             self.coordinator, members, settings, generation=self._generation, training=training, evaluation=evaluation
         )
@@ -116,7 +133,10 @@ class DistributedExecutor:
         how = ", ".join(f"{member.node}: stage {rank}" for rank, member in enumerate(members))
         logger.info("run %s: %s; data by %s", self.run_id, how, sorted(set(run.routes_taken.values())))
 
-    def _members(self, count: int) -> list[Member]:
+    def _members(self, parts: Sequence[ShippedPart]) -> list[Member]:
+        count = len(parts)
+        if self._host is not None:
+            return [self._host.member(parts[0].required), *self._dialled(count - 1)]
         if isinstance(self.discovery, StaticDiscovery):
             return self._dialled(count)
         return self.coordinator.wait_for(count, timeout_s=self._discovery_timeout_s())
@@ -128,8 +148,11 @@ class DistributedExecutor:
         """Connect to the listed workers, in the order of the list."""
         peers = list(self.discovery.peers)  # type: ignore[union-attr]
         if len(peers) < count:
-            raise ConfigError(f"{count} stages need {count} peers, the list has {len(peers)}: {peers}")
+            raise ConfigError(f"{count} stages need {count} peers{self._here()}, the list has {len(peers)}: {peers}")
         return [self._dial(address) for address in peers[:count]]
+
+    def _here(self) -> str:
+        return "" if self._host is None else " beside the one of this machine"
 
     def _dial(self, address: str) -> Member:
         for member in self.coordinator.live():
@@ -182,10 +205,9 @@ class DistributedExecutor:
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
         """Advance the schedulers that step once an epoch."""
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        self._running()[0].end_epoch(numbers)
+        self._running()[0].end_epoch(metrics)
         if self._rate is not None:
-            self._rate.end_epoch(numbers)
+            self._rate.end_epoch(metrics)
 
     def teardown(self, *, failed: bool = False) -> None:
         """Fetch the trained weights into the model and let the workers go; after a failure only the latter."""
@@ -215,6 +237,8 @@ class DistributedExecutor:
 
     def close(self, *, shut_workers: bool = False) -> None:
         """Stop listening and end all connections; with *shut_workers*, tell the workers to exit."""
+        if self._host is not None:
+            self._host.stop()
         self.coordinator.close(shut_workers=shut_workers)
 
     def __enter__(self) -> Self:
@@ -227,6 +251,43 @@ class DistributedExecutor:
         if self._run is None or self._options is None:
             raise RuntimeError("the executor was not set up")
         return self._run, self._options
+
+
+class _HostedStage:
+    """A worker process of this machine that holds stage 0; it reaches the executor over loopback only."""
+
+    def __init__(self, coordinator: Coordinator, threads: int | None) -> None:
+        self._coordinator = coordinator
+        self._threads = threads
+        self._workers: LocalWorkers | None = None
+        self._address = ""
+
+    def member(self, required: Sequence[str]) -> Member:
+        """Return the worker; it runs the driver's own code, so it trusts what its part needs."""
+        if self._workers is not None and not set(required) <= set(self._workers.trust):
+            required = sorted({*required, *self._workers.trust})
+            self.stop()
+        for member in self._coordinator.live():
+            if self._workers is not None and member.node in self._workers.names:
+                return member
+        return self._started(required)
+
+    def _started(self, required: Sequence[str]) -> Member:
+        self.stop()
+        if not self._address:
+            listener = TcpListener("127.0.0.1:0")
+            self._address = listener.address
+            self._coordinator.listen(listener)
+        name = f"driver-{secrets.token_hex(4)}"
+        self._workers = LocalWorkers(self._address, [name], threads=self._threads, trust=required)
+        self._workers.wait_for(lambda: int(name in self._coordinator.members), timeout_s=_HOST_START_TIMEOUT_S)
+        return self._coordinator.members[name]
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._workers is not None:
+            self._workers.stop()
+        self._workers = None
 
 
 class _Rate:

@@ -11,12 +11,20 @@ from torch import nn
 from torchslicer.errors import SliceError
 from torchslicer.graph.model import ModelGraph
 
-Flags = tuple[bool, ...]
+Settings = tuple[tuple[str, int, tuple[tuple[str, object], ...]], ...]
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
-def training_flags(model: nn.Module) -> Flags:
-    """Return the ``training`` flag of every module, in the model's order."""
-    return tuple(module.training for module in model.modules())
+def settings_of(model: nn.Module) -> Settings:
+    """Return what a trace takes for granted: which modules there are, and their plain attributes.
+
+    ``training`` flags are among them, and numbers such as a drop rate that forward passes read.
+    """
+    return tuple(
+        (path, id(module), tuple((name, value) for name, value in vars(module).items() if type(value) in _PLAIN))
+        for path, module in model.named_modules(remove_duplicate=False)
+    )
 
 
 @contextlib.contextmanager
@@ -33,14 +41,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModeGraphs:
-    """The graphs of a model: ``training`` (for the flags that it was traced under) and ``evaluation``.
+    """The graphs of a model: ``training`` (for the settings that it was traced under) and ``evaluation``.
 
     They differ where the forward pass asks for ``self.training``.
     """
 
     training: ModelGraph
     evaluation: ModelGraph
-    flags: Flags
+    settings: Settings
 
 
 def trace_modes(model: nn.Module, trace: Callable[[], ModelGraph]) -> ModeGraphs:
@@ -48,7 +56,7 @@ def trace_modes(model: nn.Module, trace: Callable[[], ModelGraph]) -> ModeGraphs
     training = trace()
     with evaluation_mode(model):
         evaluation = trace()
-    return ModeGraphs(training, evaluation, training_flags(model))
+    return ModeGraphs(training, evaluation, settings_of(model))
 
 
 def stages_of_evaluation(graphs: ModeGraphs, stage_of: Sequence[int]) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def build_optimizer_spec(spec: Any) -> OptimizerSpec:
 
     Args:
         spec: A name (``"adamw"``), ``{"name": ..., "params": {...}}``, a class, or a factory ``(params) ->
-            Optimizer``. ``params["groups"]`` (or ``"groups"`` beside it) lists ``{"match": pattern or patterns, option: value, ...}``.
+            Optimizer``. ``params["groups"]`` (or ``"groups"`` beside it) lists ``{"match": patterns, option: value}``.
 
     Raises:
         ConfigError: If a name, parameter or value is unknown or impossible, the optimizer is LBFGS, or an instance.

@@ -103,7 +103,7 @@ def _array_type(num_bytes: int) -> Any:
 def _view(tensor: torch.Tensor, num_bytes: int) -> memoryview:
     """Look at a tensor's memory; ten times quicker than through NumPy, and for every dtype."""
     if num_bytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())
     memory = _array_type(num_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor
     return memoryview(memory).cast("B")  # ctypes' own view does not know slices

@@ -32,7 +32,7 @@ from torchslicer.transport.stream import TICK_S, PlainStream, Stream, TlsStream
 from torchslicer.transport.writer import FrameWriter
 
 # A UNIX socket's default buffer (208 KiB) makes sender and receiver take turns within one boundary tensor.
-_UNIX_BUFFER_BYTES = 1048576
+_UNIX_BUFFER_BYTES = 4 << 20
 _KEEPALIVE_S = 20
 
 
@@ -359,7 +359,7 @@ def _connect_unix(path: str, timeout_s: float) -> socket.socket:
 def _configure(sock: socket.socket) -> str:
     """Set the options that both ends need, and return who is at the other end."""
     if sock.family == socket.AF_UNIX:
-        _UNIX_BUFFER_BYTES and sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         return f"unix:{sock.getsockname() or sock.getpeername()}"
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

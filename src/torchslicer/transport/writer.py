@@ -12,6 +12,7 @@ from torchslicer.transport.frame import HEADER_BYTES, Frame, encode_header
 from torchslicer.transport.queue import again
 from torchslicer.transport.stream import Stream
 
+
 class FrameWriter:
     """Writes frames in the order of :meth:`send`.
 

@@ -42,7 +42,7 @@ _DENIED_HOMES = re.compile(
     r"|torchvision\.models\.(quantization|feature_extraction))(\..*)?"
 )
 _UNTRUSTABLE = frozenset({*sys.stdlib_module_names, "torch", "torchslicer", "numpy", "pip", "setuptools", "pytest"})
-_PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_PACKAGE = re.compile(r"(?!__)[A-Za-z_]\w*(\.(?!__)[A-Za-z_]\w*)*")
 _NAMESPACES = {"types:SimpleNamespace": types.SimpleNamespace, "argparse:Namespace": Namespace}
 _OUR_STATE = re.compile(r"(torch\.nn\.modules|torchslicer\.graph\.stages)(\..*)?")
 
@@ -251,8 +251,13 @@ def is_data_class(cls: type) -> bool:
         or dataclasses.is_dataclass(cls)
         or is_namedtuple(cls)
         or is_config(cls)
-        or cls in _NAMESPACES.values()
+        or is_namespace(cls)
     )
+
+
+def is_namespace(cls: type) -> bool:
+    """Whether *cls* is one of the two namespaces of the standard library."""
+    return cls in _NAMESPACES.values()
 
 
 def is_namedtuple(cls: type) -> bool:

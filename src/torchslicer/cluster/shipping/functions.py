@@ -122,9 +122,8 @@ def _python_functions() -> Iterator[tuple[str, Function]]:
 def _torch_functions() -> Iterator[tuple[str, Function]]:
     tensor_functions = torch._C._VariableFunctions
     for name in dir(tensor_functions):
-        function: Any = getattr(tensor_functions, name)
-        if function is getattr(torch, name, None) and not _DENIED.fullmatch(name):
-            yield f"torch.{name}", function
+        if getattr(torch, name, None) is getattr(tensor_functions, name) and not _DENIED.fullmatch(name):
+            yield f"torch.{name}", getattr(torch, name)
     for name in _FUNCTIONAL:
         if hasattr(torch, name):
             yield f"torch.{name}", getattr(torch, name)

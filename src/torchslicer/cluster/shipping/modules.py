@@ -109,10 +109,11 @@ class ModuleWriter:
             raise ShippingError("parametrized modules (weight_norm and the like) cannot be shipped; remove it first")
         if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
             raise ShippingError("compiled or scripted modules cannot be shipped; pass the module as it was before")
+        name = self.allowed.name_of_module_class(type(module))
         for hooks in _CALL_HOOKS:
             if getattr(module, hooks):
                 raise ShippingError(f"it has {hooks.strip('_').replace('_', ' ')}, which are code; remove them")
-        return self.allowed.name_of_module_class(type(module))
+        return name
 
     def _key(self, tensor: Tensor | None, path: str, name: str, module: nn.Module) -> str | None:
         if tensor is None:

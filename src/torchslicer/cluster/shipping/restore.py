@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchslicer.cluster.shipping.allow import Allowed, is_config, is_namedtuple
+from torchslicer.cluster.shipping.allow import Allowed, is_config, is_namedtuple, is_namespace
 from torchslicer.cluster.shipping.modules import CONFIG_DROPPED, MAX_MODULES, STANDARD, why_not_attribute
 from torchslicer.cluster.shipping.names import shorten
 from torchslicer.cluster.shipping.tensors import TensorReader
@@ -123,9 +123,12 @@ class ModuleReader:
             raise ShippingError(f"'{name}' is no class of objects with attributes")
         values = {_identifier(key): read(value) for key, value in pairs(items)}
         _check_data(cls, values)
-        made = object.__new__(cls)
-        for key, value in values.items():
-            object.__setattr__(made, key, value)
+        try:
+            made = cls() if is_namespace(cls) else object.__new__(cls)
+            for key, value in values.items():
+                object.__setattr__(made, key, value)
+        except (TypeError, AttributeError) as error:
+            raise ShippingError(f"no object with these attributes can be made of '{name}': {error}") from error
         return made
 
 

@@ -67,7 +67,7 @@ def load(text: bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError) as error:
-        raise ShippingError(f"the description is no JSON that can be used: {error:.100}".strip()) from error
+        raise ShippingError(f"the description is no JSON that can be used: {str(error)[:100]}") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

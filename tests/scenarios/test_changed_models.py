@@ -1,0 +1,55 @@
+"""A model that is changed after it was sliced: the cut follows, or says why it cannot."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torchslicer as ts
+
+BATCH = (torch.arange(64.0).reshape(8, 8) / 64, torch.arange(8) % 3)
+
+
+class Scaled(nn.Module):
+    """Reads a plain attribute in forward, which a trace turns into a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.factor)
+
+
+def loss_of(model: nn.Module) -> float:
+    return float(functional.cross_entropy(model(BATCH[0]), BATCH[1]).detach())
+
+
+def test_a_changed_attribute_is_seen() -> None:
+    model = Scaled()
+    sliced = ts.slice(model, n=2)
+    assert sliced.gradients(BATCH, "cross_entropy")[0] == loss_of(model)
+    model.factor = 5.0
+    assert sliced.gradients(BATCH, "cross_entropy")[0] == loss_of(model)
+
+
+def test_a_replaced_module_is_seen() -> None:
+    model = Scaled()
+    sliced = ts.slice(model, n=2)
+    sliced.gradients(BATCH, "cross_entropy")
+    model.last = nn.Linear(8, 3)
+    loss, gradients = sliced.gradients(BATCH, "cross_entropy")
+    assert loss == loss_of(model)
+    assert gradients["last.weight"] is not None
+
+
+def test_changed_training_flags_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    sliced = ts.slice(model, n=2)
+    sliced.gradients(BATCH, "cross_entropy")
+    before = model[1].running_mean.clone()
+    model[1].eval()
+    sliced.gradients(BATCH, "cross_entropy")
+    assert torch.equal(model[1].running_mean, before)
