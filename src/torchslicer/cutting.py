@@ -20,7 +20,7 @@ from torchslicer.errors import ConfigError, SliceError, TraceError, Verification
 from torchslicer.executors.base import Cut
 from torchslicer.graph.fx import input_names, required_inputs
 from torchslicer.graph.model import ModelGraph
-from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evaluation, settings_of, trace_modes
+from torchslicer.graph.modes import ModeGraphs, evaluation_mode, settings_of, stages_of_evaluation, trace_modes
 from torchslicer.graph.pack import Pack, packed_inputs
 from torchslicer.graph.trace import trace
 from torchslicer.partition import Plan, UnitCosts, build_plan, cuts_from_names, resolve_strategy, static_costs
