@@ -166,8 +166,9 @@ the step with those of the plain backward pass of the unsplit model:
 - A model with random layers (dropout, stochastic depth; marked †) draws other random numbers than the plain model once
   it is sliced, so it must pass two comparisons: as it is, bit for bit, with itself in one stage; and with the
   probabilities of its random layers set to 0, with the plain model.
-- Inputs are small (64 × 64 pixels and 4 frames, or what a model needs), the batch is 2, weights are random; layers are
-  the real ones. Auxiliary outputs are on and count in the loss.
+- Inputs are small (64 × 64 pixels and 4 frames, or what a model needs; ViT made for 2 × 2 patches, MViT for 8 frames of
+  64 × 64), the batch is 2, weights are random; layers are the real ones. Auxiliary outputs count in the loss.
+- The library's own verification is on at the first cut of each model.
 - Seconds are processor time on one core, for all of this together.
 
 Left out: detection models (in training they take lists of boxes and return their own losses), optical flow (two images,

@@ -58,7 +58,7 @@ def ours(name: str, kind: str) -> dict:
     import torchslicer as ts
     from torchslicer.discovery import CoordinatorDiscovery
     from torchslicer.executors.distributed import DistributedExecutor
-    from torchslicer.simulation import LocalWorkers
+    from torchslicer.executors.processes import LocalWorkers
     from workloads import OPTIMIZER, Loader, build_model
 
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def ours(name: str, kind: str) -> dict:
     arguments = {"transport": "tcp"} if transport == "unix" else {"transport": transport, "same_host": False}
     executor = DistributedExecutor(CoordinatorDiscovery(), "127.0.0.1:0", **arguments)
     try:
-        with LocalWorkers(executor.address, 2, threads=1) as workers:
+        with LocalWorkers(executor.address, ["w0", "w1"], threads=1, trust=["workloads"]) as workers:
             executor.coordinator.wait_for(2, timeout_s=120)
             first = {}
             callback = first_step(ts, first)
@@ -122,7 +122,8 @@ def one(name: str, kind: str, options: argparse.Namespace) -> dict:
         command = [options.peer, "-c", PEER_CODE, options.peer_scripts, name, kind]
     else:
         command = [sys.executable, __file__, "--child", kind, name]
-    environment = os.environ | {"OMP_NUM_THREADS": "2" if kind == "plain_t2" else "1", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2" if kind == "plain_t2" else "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:

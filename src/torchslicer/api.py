@@ -218,6 +218,7 @@ class SlicedModel:
             num_stages=self.plan.num_stages,
             shared_inputs=tuple(shared_inputs),
         )
+        config.network.insecure = self.executor.insecure
         options.optimizer.check(list(self.model.named_parameters()))
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError("train: no parameter of the model requires a gradient, so there is nothing to train")

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import re
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from torchslicer.cluster.hub import Hub, TlsMaterial
-from torchslicer.cluster.worker import Worker, WorkerSettings
+from torchslicer.cluster.door import STRANGER, Door
+from torchslicer.cluster.hub import Hub, check_peer
+from torchslicer.cluster.security import COORDINATOR, JoinString, Protection, parse_address, read_join_file
+from torchslicer.cluster.security.addresses import is_loopback
+from torchslicer.cluster.worker import Connection, Worker, WorkerSettings
 from torchslicer.config import RunConfig
-from torchslicer.errors import ConfigError, DeadlineError, ProtocolError, TransportError
-from torchslicer.transport.address import split_address
+from torchslicer.config.environment import join_string
+from torchslicer.errors import (
+    ConfigError,
+    DeadlineError,
+    PeerClosedError,
+    ProtocolError,
+    SecurityError,
+    TorchSlicerError,
+    TransportError,
+)
+from torchslicer.executors.protect import Tls, given_protection
+from torchslicer.transport.base import Channel, ChannelOptions
 from torchslicer.transport.tcp import TcpListener, connect
 
 logger = logging.getLogger("torchslicer.worker")
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _SAY_WAITING_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
 
 
 def run_worker(
@@ -36,7 +53,10 @@ def run_worker(
     tags: Sequence[str] | None = None,
     name: str | None = None,
     trust: Sequence[str] = (),
-    tls: TlsMaterial | None = None,
+    join: str | None = None,
+    join_file: str | os.PathLike[str] | None = None,
+    tls: Tls | None = None,
+    insecure: bool = False,
     once: bool = False,
     stop: threading.Event | None = None,
     run_config: RunConfig | None = None,
@@ -54,45 +74,93 @@ def run_worker(
         tags: What a coordinator may ask for.
         name: Name of the worker; stages are given out in the order of names.
         trust: Packages whose classes and functions may be used in models.
-        tls: Encryption.
+        join: The join string that the coordinator has printed; by default that in ``TORCHSLICER_JOIN``.
+        join_file: A file with the join string, which only its owner can read.
+        tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default those of
+            ``run_config.network.tls``.
+        insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
         once: End when the first coordinator is gone.
         stop: Set it to end the worker from another thread.
         run_config: Where settings come from that are not given.
 
     Raises:
         ConfigError: Neither *coordinator* nor *listen* is known, or a device is not there.
+        SecurityError: What was asked is not safe, or the other side is not who it should be.
         ProtocolError: The coordinator refused this worker.
     """
-    network = (run_config or RunConfig.from_env()).network
+    config = run_config or RunConfig.from_env()
+    network = config.network
     coordinator = coordinator or (None if listen else network.coordinator_address)
     if (coordinator is None) == (listen is None):
         raise ConfigError(
             "run_worker: give coordinator='HOST:PORT', or listen='HOST:PORT' for P2P (or set COORDINATOR_ADDRESS)"
         )
-    settings = WorkerSettings(
-        node=name or f"{socket.gethostname()}-{os.getpid()}",
-        device=_device(device or network.device),
-        threads=threads or 0,
-        tags=tuple(network.worker_tags if tags is None else tags),
-        trusted=tuple(trust),
-    )
-    hub = Hub(
-        bind or _default_bind(coordinator or listen or ""), advertise=advertise or network.worker_address, tls=tls
-    )
-    worker = Worker(settings, hub, tls=tls)
-    try:
-        with _signals(worker, stop):
+    chosen = _device(device or network.device)
+    protection = given_protection(config, tls=tls, insecure=insecure)
+    node = _node(name, protection)
+    ending = _Ending(stop)
+    with ending:
+        if coordinator is not None and protection.material is None:
+            joining = _join_string(join, join_file)
+            if joining is not None:
+                node = node if name is not None else _identity_label(node)
+                protection = _join(coordinator, joining, node, ending)
+        elif join is not None or join_file is not None:
+            raise ConfigError("--join: only for --coordinator, and not together with certificates of your own")
+        if ending.event.is_set():
+            return
+        if coordinator is not None:
+            _warn(protection.check_connect(coordinator).warnings)
+        hub = Hub(
+            bind or _default_bind(coordinator or listen or ""),
+            advertise=advertise or network.worker_address,
+            toward=coordinator,
+            protection=protection,
+        )
+        settings = WorkerSettings(
+            node=node,
+            device=chosen,
+            threads=threads or 0,
+            tags=tuple(network.worker_tags if tags is None else tags),
+            trusted=tuple(trust),
+        )
+        worker = ending.worker = Worker(settings, hub, protection=protection)
+        if ending.event.is_set():
+            worker.stop()
+        try:
             if coordinator is not None:
-                _serve_coordinator(worker, coordinator, tls, once=once)
+                _serve_coordinator(worker, coordinator, protection, once=once)
             elif listen is not None:
-                _serve_drivers(worker, listen, tls, once=once)
-    finally:
-        hub.close()
+                _serve_drivers(worker, listen, protection, once=once)
+        finally:
+            hub.close()
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        logger.warning("%s", warning)
+
+
+def _node(name: str | None, protection: Protection) -> str:
+    """Return this worker's name: with certificates of ours, the one in its certificate."""
+    if protection.node and name not in (None, protection.node):
+        raise SecurityError(
+            f"--name {name}: the certificate is for {protection.node!r}; leave --name out, or give this worker its own"
+        )
+    return protection.node or name or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _identity_label(node: str) -> str:
+    """Make of a host's name one that can stand in a certificate."""
+    return re.sub(r"[^a-z0-9-]+", "-", node.lower())[-63:].strip("-") or "worker"
 
 
 def _default_bind(other: str) -> str:
-    host, _ = split_address(other)
-    return "127.0.0.1:0" if host in ("localhost", "127.0.0.1", "::1") else "0.0.0.0:0"
+    """Return loopback if the *other* side is there, else all interfaces; the start-up rule looks at it again."""
+    where = parse_address(other)
+    if where.is_unix or is_loopback(where):
+        return "[::1]:0" if where.host == "::1" else "127.0.0.1:0"
+    return "[::]:0" if ":" in where.host else "0.0.0.0:0"
 
 
 def _device(name: str) -> torch.device:
@@ -104,45 +172,146 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _serve_coordinator(worker: Worker, address: str, tls: TlsMaterial | None, *, once: bool) -> None:
+# -- joining -------------------------------------------------------------------------------------------------
+
+
+def _join_string(text: str | None, path: str | os.PathLike[str] | None) -> JoinString | None:
+    if text is not None and path is not None:
+        raise ConfigError("--join and --join-file: give one of them")
+    if path is not None:
+        return read_join_file(path, now=time.time())
+    if text is None:
+        secret = join_string()
+        text = None if secret is None else secret.reveal()
+    return None if text is None else JoinString.parse(text, now=time.time())
+
+
+def _join(coordinator: str, joining: JoinString, node: str, ending: _Ending) -> Protection:
+    """Join the run, as soon as there is a coordinator."""
+    from torchslicer.cluster.security.exchange import join_run  # noqa: PLC0415 - needs cryptography, an extra
+    from torchslicer.cluster.security.messages import JoinRefusedError  # noqa: PLC0415
+
+    wait = _Waiting(ending.event, f"waiting for a coordinator at {coordinator} to join")
+    while not ending.event.is_set():
+        try:
+            material = join_run(coordinator, joining, node)
+        except JoinRefusedError as error:
+            if error.code != "rate":
+                raise
+            wait.a_little(error)
+        except OSError as error:
+            wait.a_little(error)
+        else:
+            logger.info("joined run %s as %s", joining.run_id, node)
+            return Protection(material, joining.run_id, node)
+    return Protection()
+
+
+# -- serving -------------------------------------------------------------------------------------------------
+
+
+def _serve_coordinator(worker: Worker, address: str, protection: Protection, *, once: bool) -> None:
     """Connect, serve, and connect again when the coordinator is gone."""
-    wait = _Waiting(worker.stopping, f"waiting for a coordinator at {address}")
-    name = split_address(address)[0]
+    text = f"waiting for a coordinator at {address}"
+    wait = _Waiting(worker.stopping, text)
+    name = protection.server_name(COORDINATOR, address)
     while not worker.stopping.is_set():
         try:
-            channel = connect(
-                address, timeout_s=5.0, tls=None if tls is None else tls.client, server_hostname=tls and name
-            )
+            channel = connect(address, timeout_s=_CONNECT_TIMEOUT_S, tls=protection.client, server_hostname=name)
             worker.serve(channel)
-        except ProtocolError:
-            raise
         except TransportError as error:
+            _check_trust(error, address, protection)
             wait.a_little(error)
             continue
         if once:
             return
-        wait = _Waiting(worker.stopping, f"waiting for a coordinator at {address}")
+        wait = _Waiting(worker.stopping, text)
 
 
-def _serve_drivers(worker: Worker, listen: str, tls: TlsMaterial | None, *, once: bool) -> None:
-    listener = TcpListener(listen, tls=None if tls is None else tls.server)
+def _check_trust(error: TransportError, address: str, protection: Protection) -> None:
+    """Give up where waiting cannot help: one side does not accept the other's certificate.
+
+    Raises:
+        SecurityError: So it is.
+    """
+    cause = error.__cause__
+    alert = isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "")
+    if protection.material is not None and (isinstance(cause, ssl.SSLCertVerificationError) or alert):
+        raise SecurityError(
+            f"the coordinator at {address} and this worker do not accept each other's certificates: {error}; if it was "
+            "started anew, take the join string that it prints now"
+        ) from error
+
+
+def _serve_drivers(worker: Worker, listen: str, protection: Protection, *, once: bool) -> None:
+    _warn(protection.check_bind(listen, "peer").warnings)
+    listener = TcpListener(listen, tls=protection.server, options=ChannelOptions(limits=STRANGER))
     logger.info("listening for a driver on %s", listener.address)
+    drivers = _Drivers(worker, listener, protection)
     try:
         while not worker.stopping.is_set():
-            try:
-                channel = listener.accept(timeout_s=0.5)
-            except DeadlineError:
+            connection = drivers.next(timeout_s=0.5)
+            if connection is None:
                 continue
-            try:
-                worker.serve(channel)
-            except (ProtocolError, TransportError) as error:
-                logger.warning("a connection from %s was not a driver's: %s", channel.peer, error)
-                channel.close()
-                continue
+            worker.attend(connection)
             if once:
                 return
+            drivers.idle.set()
     finally:
-        listener.close()
+        drivers.close()
+
+
+class _Drivers:
+    """Finds out in threads who connects, so that no stranger keeps a driver waiting; one driver at a time."""
+
+    def __init__(self, worker: Worker, listener: TcpListener, protection: Protection) -> None:
+        self.idle = threading.Event()
+        self.idle.set()
+        self._worker, self._listener, self._protection = worker, listener, protection
+        self._door = Door(8)
+        self._found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._accept, name="torchslicer-drivers", daemon=True)
+        self._closed = threading.Event()
+        self._thread.start()
+
+    def next(self, *, timeout_s: float) -> Connection | None:
+        """Return the connection of a driver that has taken this worker in, None if there is none yet."""
+        try:
+            found = self._found.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        self.idle.clear()
+        return found
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            if not self.idle.wait(0.5):
+                continue
+            try:
+                self._door.greet(self._listener.accept(timeout_s=0.5), self._greet)
+            except DeadlineError:
+                continue
+            except PeerClosedError:
+                return
+
+    def _greet(self, channel: Channel) -> None:
+        try:
+            if self._protection.material is not None:
+                channel.start(timeout_s=_CONNECT_TIMEOUT_S)  # type: ignore[attr-defined]
+            check_peer(channel, self._protection, COORDINATOR)
+            self._found.put(self._worker.introduce(channel))
+        except TorchSlicerError as error:
+            logger.warning("a connection from %s was not a driver's: %s", channel.peer, error)
+            channel.close(timeout_s=0)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
+        self._listener.close()
+        self._thread.join(timeout=5.0)
+        self._door.close()
+        while not self._found.empty():
+            self._found.get().control.close()
 
 
 class _Waiting:
@@ -161,11 +330,13 @@ class _Waiting:
         self._pause_s = min(self._pause_s * 1.5, _LONGEST_RETRY_S)
 
 
-class _signals:  # noqa: N801 - used as a context, like a function
-    """Lets SIGTERM and SIGINT (in the main thread) and an event stop the worker."""
+class _Ending:
+    """Lets SIGTERM and SIGINT (in the main thread) and an event stop the worker, also before there is one."""
 
-    def __init__(self, worker: Worker, stop: threading.Event | None) -> None:
-        self._worker, self._stop = worker, stop
+    def __init__(self, stop: threading.Event | None) -> None:
+        self.event = threading.Event()
+        self.worker: Worker | None = None
+        self._stop = stop
         self._before: dict[int, Callable[..., object] | int | None] = {}
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -185,7 +356,9 @@ class _signals:  # noqa: N801 - used as a context, like a function
                 return
 
     def _end(self) -> None:
-        self._worker.stop()
+        self.event.set()
+        if self.worker is not None:
+            self.worker.stop()
 
     def __exit__(self, *_: object) -> None:
         self._done.set()

@@ -53,3 +53,22 @@ def test_changed_training_flags_are_seen() -> None:
     model[1].eval()
     sliced.gradients(BATCH, "cross_entropy")
     assert torch.equal(model[1].running_mean, before)
+
+
+class Wrapped(nn.Module):
+    """A stage that a pack function makes, with a dropout layer that the model itself does not have."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.drop = inner, nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.inner(x))
+
+
+def test_modules_that_a_pack_function_makes_are_evaluated_in_evaluation_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    made = [Wrapped(model[0]), model[1]]
+    sliced = ts.slice(model, n=2, pack=lambda _: made)
+    assert torch.equal(sliced.predict([BATCH[0]]), model(BATCH[0]).detach())
+    assert made[0].drop.training

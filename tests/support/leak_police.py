@@ -36,6 +36,9 @@ _PYTHON_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkse
 # The one thread that tqdm keeps for all bars of the process, and stops at exit.
 _TOOL_THREADS = ("TMonitor",)
 
+LATE_THREADS: set[str] = set()
+"""Names of threads that a fixture of a whole module may start while a test runs, and ends itself."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -127,7 +130,9 @@ def _threads() -> dict[int, str]:
         id(thread): thread.name
         for thread in threading.enumerate()
         # Dummies are threads of C++ code (autograd's) that once called Python; PyTorch keeps them.
-        if not isinstance(thread, threading._DummyThread) and type(thread).__name__ not in _TOOL_THREADS
+        if not isinstance(thread, threading._DummyThread)
+        and type(thread).__name__ not in _TOOL_THREADS
+        and thread.name not in LATE_THREADS
     }
 
 

@@ -80,6 +80,10 @@ def test_modules_are_given_back_also_after_an_error() -> None:
 
 def test_only_modules_that_would_update_are_named() -> None:
     model = nn.ModuleDict(
-        {"on": nn.BatchNorm1d(2), "off": nn.BatchNorm1d(2, track_running_stats=False), "eval": nn.BatchNorm1d(2).eval()}
+        {
+            "on": nn.BatchNorm1d(2),
+            "off": nn.BatchNorm1d(2, track_running_stats=False),
+            "frozen": nn.BatchNorm1d(2).eval(),
+        }
     )
     assert list(training_batch_norms(model)) == ["on"]

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from tests.support.nets_forward import AuxHead
 from tests.support.nets_values import Net
 from torchslicer.errors import SliceError
 from torchslicer.graph.fx import trace_fx
-from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evaluation, trace_modes, training_flags
+from torchslicer.graph.modes import ModeGraphs, evaluation_mode, settings_of, stages_of_evaluation, trace_modes
 
 
 def modes(model: nn.Module) -> ModeGraphs:
@@ -23,10 +25,10 @@ def modes(model: nn.Module) -> ModeGraphs:
 def test_flags_come_back_one_by_one_even_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.ReLU()))
     model[1][0].eval()
-    before = training_flags(model)
+    before = [module.training for module in model.modules()]
     with pytest.raises(KeyError), evaluation_mode(model):
-        {}[str(training_flags(model))]
-    assert training_flags(model) == before == (True, True, True, False, True)
+        {}[any(module.training for module in model.modules())]
+    assert [module.training for module in model.modules()] == before == [True, True, True, False, True]
 
 
 def test_the_graphs_differ_where_the_model_asks_for_its_mode() -> None:
@@ -34,7 +36,24 @@ def test_the_graphs_differ_where_the_model_asks_for_its_mode() -> None:
     names = [[unit.name for unit in graph.units] for graph in (graphs.training, graphs.evaluation)]
     assert "aux" in names[0]
     assert "aux" not in names[1]
-    assert graphs.flags == (True,) * 6
+    assert graphs.settings == settings_of(graphs.training.model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[1].eval(),
+        lambda model: setattr(model[1], "p", 0.25),
+        lambda model: setattr(model, "0", nn.Linear(2, 2)),
+        lambda model: model.append(nn.ReLU()),
+    ],
+)
+def test_whatever_a_trace_takes_for_granted_is_in_the_settings(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    before = settings_of(model)
+    assert settings_of(model) == before
+    change(model)
+    assert settings_of(model) != before
 
 
 def test_units_run_where_the_training_graph_has_their_parameters() -> None:

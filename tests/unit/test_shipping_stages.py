@@ -217,9 +217,7 @@ def test_packed_stages_name_the_users_modules_that_workers_must_trust() -> None:
     sliced, _ = sliced_of(models.MOE.model(), 3, models.MOE.example(), pack=models.pack_moe)
     shipped = ship(cut_of(sliced), 1)
     assert shipped.required == ("tests.support.models",)
-    with pytest.raises(
-        ShippingError, match="'tests.support.models' is not on this worker's list; start .* --trust tests"
-    ):
+    with pytest.raises(ShippingError, match="is not on this worker's list; start the worker with --trust tests"):
         receive(shipped, Allowed())
     graph = receive(shipped).training.graph
     assert all(name.startswith("blocks.") for name in graph.parameters)
@@ -263,6 +261,24 @@ def test_memory_as_it_lies_is_never_read() -> None:
     used = [node.target for node in arrived.training.graph.nodes]
     assert torch.zeros_like in used
     assert "new_zeros" in used
+
+
+class Inception(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.more = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        from torchvision.models.inception import InceptionOutputs
+
+        x = self.layer(x)
+        return InceptionOutputs(self.more(x), x)
+
+
+def test_a_named_tuple_that_the_model_returns() -> None:
+    arrived = compare(*sliced_of(Inception(), 2, torch.randn(2, 4)))
+    made = [node.target for node in arrived[1].training.graph.nodes if node.op == "function"]
+    assert [target.__name__ for target in made] == ["InceptionOutputs"]
 
 
 class Numeric(nn.Module):
@@ -323,6 +339,8 @@ FUNCTIONS = [
     "torch.empty",
     "apply os:system",
     "make subprocess:Popen",
+    "make argparse:Namespace",
+    "make torch.nn.modules.linear:Linear",
     "tests.support.models:os.system",
     "tests.support.models:GPT.__init__",
     "make tests.support.models:GPT",

@@ -8,6 +8,8 @@ import threading
 
 import click
 
+_MAX_JOIN_BYTES = 1024
+
 
 @click.command()
 @click.option("--coordinator", metavar="HOST:PORT", help="Where the coordinator is; it may start later.")
@@ -19,11 +21,36 @@ import click
 @click.option("--tags", default="", help="Comma-separated; a coordinator may ask for them.")
 @click.option("--name", help="Name of the worker; stages are given out in the order of names.")
 @click.option("--trust", multiple=True, metavar="PACKAGE", help="A package whose classes models may use; repeatable.")
+@click.option(
+    "--join", metavar="STRING", help="The join string that the coordinator has printed; - reads it from stdin."
+)
+@click.option("--join-file", type=click.Path(dir_okay=False), help="A file of mode 0600 with the join string.")
+@click.option("--tls-ca", type=click.Path(dir_okay=False), help="Certificate of the authority (PEM).")
+@click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of this worker (PEM).")
+@click.option("--tls-key", type=click.Path(dir_okay=False), help="Key of this worker (PEM, mode 0600).")
+@click.option("--tls-name", "tls_names", multiple=True, metavar="NAME", help="A name that peers may have; repeatable.")
+@click.option("--insecure", is_flag=True, help="Allow plain text off loopback; needs TS_INSECURE=1 as well.")
 @click.option("--once", is_flag=True, help="End when the first coordinator is gone.")
 @click.option("--log-level", default="INFO", show_default=True, help="What to log to stderr.")
 @click.option("--exit-with-stdin", is_flag=True, hidden=True, help="End when standard input is closed.")
-def worker(tags: str, trust: tuple[str, ...], log_level: str, *, exit_with_stdin: bool, **options: object) -> None:
-    """Serve as a worker: hold the stages that a coordinator gives out, for run after run."""
+def worker(  # noqa: PLR0913 - one for each option that is not handed on as it is
+    tags: str,
+    trust: tuple[str, ...],
+    log_level: str,
+    join: str | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_names: tuple[str, ...],
+    *,
+    exit_with_stdin: bool,
+    **options: object,
+) -> None:
+    """Serve as a worker: hold the stages that a coordinator gives out, for run after run.
+
+    Other users of this machine can see arguments: give the join string in the variable TORCHSLICER_JOIN, in a file, or
+    on stdin where that matters.
+    """
     from torchslicer.serving import run_worker  # noqa: PLC0415 - imports torch
 
     logger = logging.getLogger("torchslicer")
@@ -31,11 +58,13 @@ def worker(tags: str, trust: tuple[str, ...], log_level: str, *, exit_with_stdin
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(log_level.upper())
+    join = sys.stdin.buffer.readline(_MAX_JOIN_BYTES).decode("ascii", "replace").strip() if join == "-" else join
+    tls = {"ca": tls_ca, "cert": tls_cert, "key": tls_key, "names": list(tls_names)}
     stop = threading.Event()
     if exit_with_stdin:
         threading.Thread(target=_follow_stdin, args=(stop,), daemon=True).start()
     names = [tag.strip() for tag in tags.split(",") if tag.strip()] or None
-    run_worker(tags=names, trust=trust, stop=stop, **options)  # type: ignore[arg-type]
+    run_worker(tags=names, trust=trust, stop=stop, join=join, tls=tls if any(tls.values()) else None, **options)  # type: ignore[arg-type]
 
 
 def _follow_stdin(stop: threading.Event) -> None:

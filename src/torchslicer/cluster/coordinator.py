@@ -8,13 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchslicer.cluster.control import Control
-from torchslicer.cluster.hub import TlsMaterial, check_reachable
+from torchslicer.cluster.door import KNOWN, STRANGER, Door
+from torchslicer.cluster.hub import PLAIN, check_peer, check_reachable
+from torchslicer.cluster.members import Liveness, Member, loss_of, missing_workers, remote_error, stall_of
 from torchslicer.cluster.messages import (
     PROTOCOL,
     Failed,
@@ -25,14 +26,14 @@ from torchslicer.cluster.messages import (
     Released,
     Shutdown,
     State,
+    Stepped,
     Welcome,
 )
+from torchslicer.cluster.security import Protection
 from torchslicer.errors import (
     DeadlineError,
-    NonFiniteLossError,
     PeerClosedError,
     ProtocolError,
-    StageError,
     TorchSlicerError,
     TransportError,
     WorkerFailureError,
@@ -40,53 +41,31 @@ from torchslicer.errors import (
 from torchslicer.transport.base import Channel, Listener
 from torchslicer.version import __version__
 
+if TYPE_CHECKING:
+    from torchslicer.cluster.security import JoinGate  # needs cryptography, an extra
+
+__all__ = ["Coordinator", "Liveness", "Member"]
+
 logger = logging.getLogger("torchslicer.coordinator")
 
 HELLO_TIMEOUT_S = 5.0
 _SAY_WHO_IS_MISSING_S = 5.0
 _ROOT_CAUSE_S = 2.0
+_MAX_CALLERS = 64
 
-
-@dataclass(frozen=True)
-class Liveness:
-    """How quickly a silent worker is given up."""
-
-    interval_s: float = 5.0
-    timeout_s: float = 3.0
-
-    @property
-    def limit_s(self) -> float:
-        """How long a worker may be silent."""
-        return self.interval_s + self.timeout_s
-
-
-@dataclass
-class Member:
-    """A worker that has registered."""
-
-    hello: Hello
-    control: Control
-    last_seen: float = field(default_factory=time.monotonic)
-    lost: TorchSlicerError | None = None
-    dialled: str | None = None
-
-    @property
-    def node(self) -> str:
-        """Its name."""
-        return self.hello.node
-
-    def __str__(self) -> str:
-        return f"worker '{self.node}' ({self.control.peer})"
+Said = tuple[Member, Any, list[torch.Tensor]]
+"""Who said it, the message, and the tensors that came with it."""
 
 
 class Coordinator:
-    """Takes workers in and passes on what they say.
+    """Takes workers in and passes on what they say. It has one run at a time: see `begin_run`.
 
     Args:
         run_id: The run that workers register for.
         liveness: How quickly a silent worker is given up.
         tag_filter: Workers must have all of these tags.
-        tls: Encryption of the data connections that workers are checked on.
+        protection: Of all connections but those through UNIX sockets.
+        gate: Where workers join that have no certificate yet.
     """
 
     def __init__(
@@ -95,77 +74,106 @@ class Coordinator:
         *,
         liveness: Liveness | None = None,
         tag_filter: Sequence[str] = (),
-        tls: TlsMaterial | None = None,
+        protection: Protection = PLAIN,
+        gate: JoinGate | None = None,
     ) -> None:
         self.run_id = run_id
         self.liveness = liveness or Liveness()
         self.tag_filter = tuple(tag_filter)
-        self.tls = tls
+        self.protection = protection
+        self.gate = gate
+        if gate is not None:
+            gate.live = lambda: frozenset(member.node for member in self.live())
         self.members: dict[str, Member] = {}
         self.refused: deque[str] = deque(maxlen=20)
-        self._inbox: deque[tuple[Member, Any, list[torch.Tensor]]] = deque()
+        self.how_to_start = ""
+        """The command that starts a worker, for messages; made from the address if empty."""
+        self._inbox: list[Said] = []
+        self._arrivals = 0
+        self._generation = 0
+        self._running: list[Member] = []
+        self._on_trouble: Callable[[], None] | None = None
         self._condition = threading.Condition()
         self._closed = threading.Event()
-        self._listener: Listener | None = None
-        self._threads: list[threading.Thread] = [self._start(self._watch)]
+        self._listeners: list[Listener] = []
+        self._door = Door(_MAX_CALLERS)
+        self._threads: list[threading.Thread] = []
+        self._start(self._watch)
 
-    def _start(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=f"torchslicer{target.__name__}", daemon=True)
-        thread.start()
-        return thread
+        with self._condition:
+            self._threads = [thread, *(known for known in self._threads if known.is_alive())]
+            thread.start()
 
     # -- membership ------------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> None:
-        """Take in workers that connect to *listener*."""
-        self._listener = listener
-        self._threads.append(self._start(self._accept, listener))
+        """Take in workers that connect to *listener*; the coordinator closes it."""
+        self._listeners.append(listener)
+        self._start(self._accept, listener)
 
     def _accept(self, listener: Listener) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(DeadlineError):
-                try:
-                    channel = listener.accept(timeout_s=1.0)
-                except PeerClosedError:
+            try:
+                channel = listener.accept(timeout_s=1.0)
+            except DeadlineError:
+                continue
+            except TransportError as error:
+                if isinstance(error, PeerClosedError) or self._closed.wait(0.1):
                     return
-                self._start(self._greet, channel)
+                logger.warning("the listener on %s: %s", listener.address, error)
+                continue
+            self._door.greet(channel, self._greet)
 
     def _greet(self, channel: Channel) -> None:
         try:
-            self.adopt(channel)
+            if self.gate is None or not self.gate.admit(channel):
+                self.adopt(channel)
         except TorchSlicerError as error:
-            self.refused.append(f"{channel.peer}: {error}")
-            logger.warning("a connection from %s was not taken in: %s", channel.peer, error)
-            channel.close()
+            channel.close(timeout_s=0)
+            if not self._closed.is_set():
+                self.refused.append(f"{channel.peer}: {error}")
+                logger.warning("a connection from %s was not taken in: %s", channel.peer, error)
 
     def adopt(self, channel: Channel) -> Member:
-        """Take in the worker at the other end of *channel*.
+        """Take in the worker at the other end of *channel*; if it is not taken in, the channel is closed.
 
         Raises:
             ProtocolError: It is no worker, of another version, or cannot be reached for data.
+            TransportError: It did not introduce itself in time.
+            SecurityError: Its certificate is for another node.
         """
-        control = Control(channel)
-        hello = control.receive(timeout_s=HELLO_TIMEOUT_S)
-        if not isinstance(hello, Hello):
-            raise ProtocolError(f"{channel.peer} did not introduce itself as a worker")
-        reason = self._reason_to_refuse(hello)
-        if reason is not None:
-            control.send(Refused(reason=reason))
-            raise ProtocolError(f"worker '{hello.node}': {reason}")
-        control.send(
-            Welcome(
-                run_id=self.run_id,
-                heartbeat_interval_s=self.liveness.interval_s,
-                heartbeat_timeout_s=self.liveness.timeout_s,
-            )
-        )
-        member = Member(hello, control)
+        try:
+            channel.limits = STRANGER
+            member = self._introduced(Control(channel))
+            channel.limits = KNOWN
+        except BaseException:
+            channel.close()
+            raise
         with self._condition:
-            self.members[hello.node] = member
+            self.members[member.node] = member
             self._condition.notify_all()
-        self._threads.append(self._start(self._read, member))
+        self._start(self._read, member)
         logger.info("%s registered", member)
         return member
+
+    def _introduced(self, control: Control) -> Member:
+        hello = control.receive(timeout_s=HELLO_TIMEOUT_S)
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"{control.peer} did not introduce itself as a worker")
+        check_peer(control.channel, self.protection, hello.node)
+        reason = self._reason_to_refuse(hello)
+        if reason is not None:
+            control.send(Refused(reason=reason), timeout_s=HELLO_TIMEOUT_S)
+            raise ProtocolError(f"worker '{hello.node}' was refused: {reason}")
+        limits = self.liveness
+        welcome = Welcome(
+            run_id=self.run_id, heartbeat_interval_s=limits.interval_s, heartbeat_timeout_s=limits.timeout_s
+        )
+        self._door.leave(control.channel)
+        control.send(welcome, timeout_s=HELLO_TIMEOUT_S)
+        return Member(hello, control)
 
     def _reason_to_refuse(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL or hello.version != __version__:
@@ -173,14 +181,22 @@ class Coordinator:
         missing = [tag for tag in self.tag_filter if tag not in hello.tags]
         if missing:
             return f"it lacks the tag(s) {missing}; it has {list(hello.tags)}"
+        return self._namesake(hello) or self._unreachable(hello)
+
+    def _namesake(self, hello: Hello) -> str | None:
+        """Give up the connection that the same worker had before; wait a little for another of its name to be gone."""
         known = self.members.get(hello.node)
-        if known is not None and known.lost is None:
-            return f"a worker of the name '{hello.node}' is registered already; start it with another --name"
-        return self._unreachable(hello)
+        if known is not None and hello.instance and known.hello.instance == hello.instance:
+            self._lose(known, PeerClosedError("it connected anew"))
+        with self._condition:
+            gone = self._condition.wait_for(lambda: hello.node not in self.members, self.liveness.limit_s)
+        if gone:
+            return None
+        return f"a worker of the name '{hello.node}' is registered already; start it with another --name"
 
     def _unreachable(self, hello: Hello) -> str | None:
         try:
-            check_reachable(hello.endpoints, hello.host, self.run_id, tls=self.tls)
+            check_reachable(hello.endpoints, hello.host, self.run_id, node=hello.node, protection=self.protection)
         except TorchSlicerError as error:
             offered = ", ".join(endpoint.address for endpoint in hello.endpoints)
             return (
@@ -190,195 +206,235 @@ class Coordinator:
         return None
 
     def wait_for(self, count: int, *, timeout_s: float) -> list[Member]:
-        """Return *count* live workers, in the order of their names, once so many have registered.
+        """Return *count* workers that have nothing to do, in the order of their names, once there are so many.
 
         Raises:
             WorkerFailureError: They did not come within *timeout_s*.
         """
+        return self._wait(count, timeout_s, lambda: [member for member in self.live() if member.available][:count])
+
+    def wait_until_free(self, member: Member, *, timeout_s: float) -> None:
+        """Wait until *member* has let go of an earlier run.
+
+        Raises:
+            WorkerFailureError: It did not within *timeout_s*, or is gone.
+        """
+        self._wait(1, timeout_s, lambda: [member] if member.available or member.lost is not None else [])
+        if member.lost is not None:
+            raise loss_of(member)
+
+    def _wait(self, count: int, timeout_s: float, found: Callable[[], list[Member]]) -> list[Member]:
         deadline = time.monotonic() + timeout_s
         next_word = time.monotonic() + _SAY_WHO_IS_MISSING_S
         with self._condition:
             while True:
-                live = self.live()
-                if len(live) >= count:
-                    return live[:count]
+                members = found()
+                if len(members) >= count:
+                    return members
+                if self._closed.is_set():
+                    raise WorkerFailureError("the executor was closed; make another one")
                 now = time.monotonic()
                 if now >= deadline:
-                    raise WorkerFailureError(self._missing(count, live, timeout_s))
+                    raise self._missing(count, timeout_s)
                 if now >= next_word:
-                    logger.info("waiting for workers: %d of %d are here", len(live), count)
+                    logger.info("waiting for workers: %d of %d are here", len(members), count)
                     next_word = now + _SAY_WHO_IS_MISSING_S
                 self._condition.wait(min(deadline, next_word) - now)
 
     def live(self) -> list[Member]:
         """Return the workers that are there, in the order of their names."""
-        return [member for _, member in sorted(self.members.items()) if member.lost is None]
+        with self._condition:
+            return [member for _, member in sorted(self.members.items()) if member.lost is None]
 
-    def _missing(self, count: int, live: Sequence[Member], timeout_s: float) -> str:
-        here = ", ".join(map(str, live)) or "none"
-        where = f" at {self._listener.address}" if self._listener is not None else ""
-        refused = "".join(f"\n  refused: {reason}" for reason in self.refused)
-        return (
-            f"{count} workers are needed, {len(live)} registered{where} within {timeout_s:.0f} s: {here}. Start the "
-            f"others with: torchslicer worker --coordinator HOST:PORT{refused}"
-        )
+    def _missing(self, count: int, timeout_s: float) -> TorchSlicerError:
+        address = self._listeners[0].address if self._listeners else ""
+        how = self.how_to_start or f"torchslicer worker --coordinator {address or 'HOST:PORT'}"
+        where = f" at {address}" if address else ""
+        return missing_workers(count, self.live(), timeout_s, where=where, how=how, refused=tuple(self.refused))
 
-    # -- what workers say ------------------------------------------------------------------------------------
+    # -- what workers say, and whether they live -------------------------------------------------------------
 
     def _read(self, member: Member) -> None:
         try:
             while not self._closed.is_set():
-                try:
-                    message = member.control.receive(timeout_s=1.0)
-                except DeadlineError:
-                    continue
-                member.last_seen = time.monotonic()
-                tensors: list[torch.Tensor] = []
-                if isinstance(message, State):
-                    tensors = member.control.receive_tensors(len(message.tensors), timeout_s=60.0)
-                    member.last_seen = time.monotonic()
-                if not isinstance(message, Heartbeat):
-                    with self._condition:
-                        self._inbox.append((member, message, tensors))
-                        self._condition.notify_all()
+                with contextlib.suppress(DeadlineError):
+                    self._hear(member, member.control.receive(timeout_s=1.0))
         except TorchSlicerError as error:
             self._lose(member, error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the run waiting
+            self._lose(member, ProtocolError(f"what it sent could not be read ({type(error).__name__}: {error})"))
+
+    def _hear(self, member: Member, message: Any) -> None:
+        if isinstance(message, Heartbeat):
+            member.doing = message.doing
+            return
+        tensors: list[torch.Tensor] | None = []
+        if isinstance(message, State):
+            tensors = member.control.receive_tensors(len(message.tensors))
+        with self._condition:
+            if isinstance(message, Released) and message.generation == member.busy:
+                member.busy = None
+            if getattr(message, "generation", None) == self._generation:
+                self._arrivals += 1
+                if tensors is not None and not isinstance(message, Stepped):
+                    self._inbox.append((member, message, tensors))
+            self._condition.notify_all()
+        if isinstance(message, Failed):
+            self._trouble(member)
 
     def _lose(self, member: Member, error: TorchSlicerError) -> None:
         with self._condition:
-            if member.lost is None:
-                member.lost = error
-                if not self._closed.is_set():
-                    logger.warning("%s is gone: %s", member, error)
+            first = member.lost is None
+            member.lost = member.lost or error
+            if self.members.get(member.node) is member:
+                del self.members[member.node]
             self._condition.notify_all()
-        member.control.close()
+        if first and not self._closed.is_set():
+            logger.warning("%s is gone: %s", member, error)
+        self._trouble(member)
+        member.control.close(timeout_s=0)
+
+    def _trouble(self, member: Member) -> None:
+        """Wake whoever waits for data and not for messages."""
+        with self._condition:
+            call = self._on_trouble if member in self._running else None
+        if call is not None:
+            call()
 
     def _watch(self) -> None:
         """Send heartbeats, and give up workers that are silent for too long."""
-        while not self._closed.wait(min(self.liveness.interval_s, 1.0)):
+        tick_s = min(self.liveness.interval_s, 1.0)
+        before = time.monotonic()
+        while not self._closed.wait(tick_s):
+            late_s, before = time.monotonic() - before - tick_s, time.monotonic()
             for member in self.live():
-                silent_s = time.monotonic() - member.last_seen
+                if late_s > self.liveness.timeout_s:  # this process was stopped, or starved of the interpreter's lock
+                    member.control.excuse()
+                silent_s = member.control.silent_s()
                 if silent_s > self.liveness.limit_s:
                     self._lose(member, PeerClosedError(f"no sign of life for {silent_s:.1f} s"))
                     continue
                 try:
-                    member.control.send(Heartbeat(), timeout_s=self.liveness.timeout_s)
+                    member.control.beat(Heartbeat())
                 except TransportError as error:
                     self._lose(member, error)
 
-    def collect(
-        self, kind: type[Message], members: Sequence[Member], *, among: Sequence[Member], timeout_s: float, where: Any
-    ) -> dict[str, tuple[Any, list[torch.Tensor]]]:
-        """Return a message of *kind* for which *where* holds from each of *members*.
+    # -- a run -----------------------------------------------------------------------------------------------
 
-        Args:
-            kind: The class of the messages.
-            members: Who is to send one.
-            among: The members of the run; whatever one of them fails with is raised.
-            timeout_s: How long nothing at all may come.
-            where: Says of a message whether it is a wanted one.
+    def begin_run(self, generation: int, members: Sequence[Member], *, on_trouble: Callable[[], None]) -> None:
+        """From now on hear of the run *generation* only, in which ``members[i]`` has stage ``i``.
+
+        *on_trouble* is called, by any thread, when one of them fails or is lost.
+        """
+        with self._condition:
+            self._generation, self._running, self._on_trouble = generation, list(members), on_trouble
+            self._inbox.clear()
+            for stage, member in enumerate(members):
+                member.busy, member.stage = generation, stage
+
+    def end_run(self) -> None:
+        """Throw away what was said of the run; members stay busy until they say that they have let go."""
+        with self._condition:
+            self._on_trouble = None
+            self._generation = -1
+            self._inbox.clear()
+            self._running = []
+
+    def collect(
+        self, kind: type[Message], members: Sequence[Member], *, timeout_s: float, where: Callable[[Any], bool]
+    ) -> dict[str, tuple[Any, list[torch.Tensor]]]:
+        """Return from each of *members* its message of *kind* for which *where* holds.
 
         Raises:
-            WorkerFailureError: A member died, or went silent.
+            WorkerFailureError: A member of the run died or went silent, or nothing at all came for *timeout_s*.
             StageError: A stage raised.
-            DeadlineError: Nothing came.
         """
         wanted = {member.node for member in members}
         found: dict[str, tuple[Any, list[torch.Tensor]]] = {}
-        deadline = time.monotonic() + timeout_s
         with self._condition:
+            arrivals, deadline = self._arrivals, time.monotonic() + timeout_s
             while True:
-                if self._sort_inbox(kind, wanted, found, where):
-                    deadline = time.monotonic() + timeout_s
+                self._sort_inbox(kind, wanted, found, where)
                 if len(found) == len(wanted):
                     return found
-                self._raise_failures(among)
+                self._raise_failures()
+                if self._arrivals != arrivals:
+                    arrivals, deadline = self._arrivals, time.monotonic() + timeout_s
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    missing = ", ".join(str(m) for m in members if m.node not in found)
-                    raise DeadlineError(f"no {kind.__name__} from {missing} within {timeout_s:.0f} s")
+                    missing = [member for member in members if member.node not in found]
+                    raise stall_of(self._running, missing, kind.__name__, timeout_s)
                 self._condition.wait(left)
 
-    def _sort_inbox(self, kind: type[Message], wanted: set[str], found: dict[str, Any], where: Any) -> bool:
-        arrived, rest = False, deque[tuple[Member, Any, list[torch.Tensor]]]()
+    def _sort_inbox(
+        self, kind: type[Message], wanted: set[str], found: dict[str, Any], where: Callable[[Any], bool]
+    ) -> None:
+        rest: list[Said] = []
         for member, message, tensors in self._inbox:
-            fits = isinstance(message, kind) and member.node in wanted and member.node not in found and where(message)
-            if fits:
+            if isinstance(message, kind) and member.node in wanted and member.node not in found and where(message):
                 found[member.node] = (message, tensors)
-                arrived = True
             else:
                 rest.append((member, message, tensors))
         self._inbox = rest
-        return arrived
 
-    def _raise_failures(self, among: Sequence[Member]) -> None:
-        """Raise what ended the run; wait a moment for the cause where a member only tells of a lost neighbour."""
+    def _failures(self) -> tuple[list[tuple[Member, Failed]], list[tuple[Member, Failed]], list[Member]]:
+        """Return what members failed with by themselves, what they failed with for want of another, and who is gone."""
         failed = [(member, message) for member, message, _ in self._inbox if isinstance(message, Failed)]
-        lost = [member for member in among if member.lost is not None]
-        if not failed and not lost:
-            return
-        if not lost and all(message.lost_peer is not None for _, message in failed):
-            started = time.monotonic()
-            while time.monotonic() - started < _ROOT_CAUSE_S and not lost:
-                self._condition.wait(0.05)
-                lost = [member for member in among if member.lost is not None]
-                failed = [(member, message) for member, message, _ in self._inbox if isinstance(message, Failed)]
-                if any(message.lost_peer is None for _, message in failed):
-                    break
         own = [(member, message) for member, message in failed if message.lost_peer is None]
-        if own:
-            raise _remote_error(*own[0])
-        if lost:
-            raise WorkerFailureError(f"{lost[0]} failed: {lost[0].lost}")
-        raise _remote_error(*failed[0])
+        passive = [(member, message) for member, message in failed if message.lost_peer is not None]
+        return own, passive, [member for member in self._running if member.lost is not None]
 
-    def failure(self, among: Sequence[Member]) -> None:
-        """Raise what ended the run, if anything has."""
-        with self._condition:
-            self._raise_failures(among)
+    def _raise_failures(self, *, certain: bool = False) -> None:
+        """Raise what ended the run, if anything did.
 
-    def wait_released(self, members: Sequence[Member], generation: int, *, timeout_s: float) -> None:
-        """Wait until *members* have forgotten a run that was given up; those that do not are given up."""
-        deadline = time.monotonic() + timeout_s
-        waiting = {member.node: member for member in members}
-        with self._condition:
-            while waiting:
-                for member, message, _ in self._inbox:
-                    if isinstance(message, Released) and message.generation == generation:
-                        waiting.pop(member.node, None)
-                waiting = {node: member for node, member in waiting.items() if member.lost is None}
-                left = deadline - time.monotonic()
-                if not waiting or left <= 0:
-                    break
-                self._condition.wait(left)
-        for member in waiting.values():
-            self._lose(member, DeadlineError(f"did not give the run up within {timeout_s:.0f} s"))
+        Where a member only tells that it lost another, or the caller is *certain* that something is wrong, wait a
+        moment for the cause: it may be on its way. (Waiting gives the lock free.)
+        """
+        deadline = time.monotonic() + _ROOT_CAUSE_S
+        while True:
+            own, passive, lost = self._failures()
+            if own:
+                raise remote_error(*own[0])
+            if lost:
+                raise loss_of(lost[0])
+            left = deadline - time.monotonic()
+            if left <= 0 and passive:
+                raise remote_error(*passive[0])
+            if left <= 0 or not (passive or certain):
+                return
+            self._condition.wait(left)
 
-    def forget_messages(self) -> None:
-        """Throw away what members said of a run that is over."""
+    def raise_cause(self) -> None:
+        """Raise what ended the run; return after a moment if nobody says."""
         with self._condition:
-            self._inbox.clear()
+            self._raise_failures(certain=True)
+
+    def give_up(self, member: Member, error: TorchSlicerError) -> None:
+        """End the connection to a worker, which may register anew."""
+        self._lose(member, error)
+
+    def wait_released(self, members: Sequence[Member], *, timeout_s: float) -> bool:
+        """Wait until *members* have let go of their run; say whether they have."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: all(member.busy is None or member.lost is not None for member in members), timeout_s
+            )
 
     def close(self, *, shut_workers: bool = False) -> None:
         """Stop listening and end all connections; with *shut_workers*, tell workers to exit."""
         if shut_workers:
             for member in self.live():
                 with contextlib.suppress(TransportError):
-                    member.control.send(Shutdown(), timeout_s=5.0)
+                    member.control.send(Shutdown(), timeout_s=1.0)
         self._closed.set()
-        if self._listener is not None:
-            self._listener.close()
-        for member in self.members.values():
-            member.control.close()
-        for thread in self._threads:
-            thread.join(timeout=5.0)
-
-
-def _remote_error(member: Member, failed: Failed) -> TorchSlicerError:
-    """Return the error that a worker told of, with the traceback that it had there."""
-    if failed.error == "NonFiniteLossError":
-        return NonFiniteLossError(failed.message)
-    text = f"{member}: {failed.message}\n\nTraceback on the worker:\n{failed.traceback}"
-    if failed.lost_peer is not None or failed.error in ("DeadlineError", "PeerLostError"):
-        return WorkerFailureError(text)
-    return StageError(text)
+        for listener in self._listeners:
+            listener.close()
+        with self._condition:
+            members, threads = list(self.members.values()), list(self._threads)
+            self._condition.notify_all()
+        for member in members:
+            member.control.close(timeout_s=1.0 if shut_workers else 0.0)
+        self._door.close()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)

@@ -5,39 +5,42 @@ from __future__ import annotations
 import hmac
 import importlib.util
 import logging
-import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from torchslicer.cluster.door import KNOWN, STRANGER, Door
 from torchslicer.cluster.messages import Attach, Attached, Endpoint, Reach, decode, encode
+from torchslicer.cluster.security import Protection, advertised_address, parse_address
 from torchslicer.errors import DeadlineError, PeerClosedError, ProtocolError, TorchSlicerError, TransportError
 from torchslicer.transport.address import Endpoint as HostEndpoint
 from torchslicer.transport.address import choose_endpoint, host_id, join_address, split_address
-from torchslicer.transport.base import Channel, Listener
-from torchslicer.transport.frame import Frame, FrameKind, FrameLimits
+from torchslicer.transport.base import Channel, ChannelOptions, Deadline, Listener
+from torchslicer.transport.frame import Frame, FrameKind
 from torchslicer.transport.tcp import TcpListener, connect
 
 logger = logging.getLogger("torchslicer.cluster")
 
 HANDSHAKE_TIMEOUT_S = 5.0
-_MAX_HANDSHAKES = 32
-_STRANGER = FrameLimits(max_payload_bytes=0, max_control_bytes=64 << 10)
-_KNOWN = FrameLimits()
+_MAX_ARRIVED = 256
+_CHECK_S = 0.2
+_POLL_S = 0.2
+PLAIN = Protection()
+"""No certificates: loopback only."""
 
 
 @dataclass(frozen=True)
-class TlsMaterial:
-    """Contexts for both directions, and the names that peers may have (empty: any that the authority has signed)."""
+class _Arrival:
+    """A data channel that has said for which run it is, and waits for that run to take it."""
 
-    server: ssl.SSLContext
-    client: ssl.SSLContext
-    grpc_server: Any = None
-    grpc_client: Any = None
-    names: tuple[str, ...] = ()
+    channel: Channel
+    run_id: str
+    generation: int
+    rank: int
+    secret: str
 
 
 def run_number(run_id: str, secret: str) -> int:
@@ -50,25 +53,38 @@ class Hub:
 
     Args:
         bind: ``HOST:PORT``; port 0 takes a free one. gRPC takes a free port of the same host.
-        advertise: Host that others are told; by default that of *bind*.
-        tls: For the network addresses; the UNIX socket is guarded by the file system.
+        advertise: Host that others are told; by default that of *bind*, or the one that leads *toward* others.
+        toward: Address of the coordinator.
+        protection: Of the network addresses; the UNIX socket is guarded by the file system.
         with_grpc: Also take gRPC streams, where grpcio is installed.
+
+    Raises:
+        SecurityError: The address can be reached from other machines and is not protected.
     """
 
     def __init__(
-        self, bind: str, *, advertise: str | None = None, tls: TlsMaterial | None = None, with_grpc: bool = True
+        self,
+        bind: str,
+        *,
+        advertise: str | None = None,
+        toward: str | None = None,
+        protection: Protection = PLAIN,
+        with_grpc: bool = True,
     ) -> None:
-        self.tls = tls
-        tcp = TcpListener(bind, tls=None if tls is None else tls.server, local=True)
+        for warning in protection.check_bind(bind, "worker").warnings:
+            logger.warning("%s", warning)
+        self.protection = protection
+        options = ChannelOptions(limits=STRANGER)
+        tcp = TcpListener(bind, tls=protection.server, local=True, options=options)
         self._listeners: list[Listener] = [tcp]
-        self.endpoints = [_endpoint(found, advertise) for found in tcp.endpoints]
+        addresses = [found.address for found in tcp.endpoints]
         if with_grpc and importlib.util.find_spec("grpc") is not None:
-            listener = _grpc_listener(bind, tls)
-            self._listeners.append(listener)
-            self.endpoints.append(Endpoint(transport="grpc", address=_advertised(listener.address, advertise)))
-        self._arrived: dict[tuple[str, int, int], tuple[Channel, str]] = {}
+            self._listeners.append(_grpc_listener(bind, protection, options))
+        self.endpoints = [_endpoint("tcp", address, advertise, toward) for address in addresses]
+        self.endpoints += [_endpoint("grpc", found.address, advertise, toward) for found in self._listeners[1:]]
+        self._arrived: list[_Arrival] = []
         self._condition = threading.Condition()
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._door = Door()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._accept, args=(listener,), name="torchslicer-hub", daemon=True)
@@ -90,24 +106,16 @@ class Hub:
                     logger.warning("data listener %s: %s", listener.address, error)
                     time.sleep(0.05)
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                logger.warning("too many connections at once; one from %s was dropped", channel.peer)
-                channel.close()
-                continue
-            threading.Thread(target=self._greet, args=(channel,), name="torchslicer-greet", daemon=True).start()
+            self._door.greet(channel, self._greet)
 
     def _greet(self, channel: Channel) -> None:
         try:
-            channel.limits = _STRANGER
             frame = channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
             message = decode(frame.payload) if isinstance(frame.payload, bytes) else None
             if isinstance(message, Attach):
-                self._check_name(channel)
-                channel.limits = _KNOWN
+                self._door.leave(channel)
                 send_message(channel, Attached())  # at once: whoever takes it may be waiting for somebody else
-                with self._condition:
-                    self._arrived[message.run_id, message.generation, message.rank] = (channel, message.secret)
-                    self._condition.notify_all()
+                self._arrive(_Arrival(channel, message.run_id, message.generation, message.rank, message.secret))
                 return
             if isinstance(message, Reach):
                 send_message(channel, Attached())
@@ -115,43 +123,56 @@ class Hub:
         except TorchSlicerError as error:
             logger.warning("a data connection from %s was refused: %s", channel.peer, error)
             channel.close()
-        finally:
-            self._handshakes.release()
 
-    def _check_name(self, channel: Channel) -> None:
-        if self.tls is not None and self.tls.names and not set(self.tls.names) & set(channel.peer_names):
-            if not channel.peer_names and "unix" in channel.peer:
-                return
-            raise ProtocolError(
-                f"the certificate is for {list(channel.peer_names)}, expected one of {list(self.tls.names)}"
-            )
+    def _arrive(self, arrival: _Arrival) -> None:
+        with self._condition:
+            self._arrived = [other for other in self._arrived if not other.channel.closed]
+            dropped = self._arrived.pop(0) if len(self._arrived) >= _MAX_ARRIVED else None
+            self._arrived.append(arrival)
+            self._condition.notify_all()
+        if dropped is not None:
+            dropped.channel.close(timeout_s=0)
 
-    def take(self, run_id: str, generation: int, rank: int, *, secret: str, timeout_s: float) -> Channel:
-        """Return the data channel that *rank* has opened to here for a run.
+    def take(self, run_id: str, generation: int, rank: int, *, node: str, secret: str, timeout_s: float) -> Channel:
+        """Return the data channel that *rank*, which is the node of this name, has opened to here for a run.
 
         Raises:
             DeadlineError: It did not come.
         """
         deadline = time.monotonic() + timeout_s
-        key = (run_id, generation, rank)
         with self._condition:
             while True:
-                channel, offered = self._arrived.pop(key, (None, ""))
-                if channel is not None and hmac.compare_digest(offered, secret):
-                    return channel
-                if channel is not None:
-                    logger.warning("a data connection from %s did not know the run's secret", channel.peer)
-                    channel.close()
+                for arrival in [one for one in self._arrived if (one.run_id, one.generation) == (run_id, generation)]:
+                    if arrival.rank == rank:
+                        self._arrived.remove(arrival)
+                        if self._is_genuine(arrival, node, secret):
+                            arrival.channel.limits = KNOWN
+                            return arrival.channel
+                        arrival.channel.close(timeout_s=0)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise DeadlineError(f"rank {rank} did not connect within {timeout_s:.0f} s")
+                    raise DeadlineError(f"rank {rank} ({node}) did not connect within {timeout_s:.0f} s")
                 self._condition.wait(left)
+
+    def _is_genuine(self, arrival: _Arrival, node: str, secret: str) -> bool:
+        channel = arrival.channel
+        if not hmac.compare_digest(arrival.secret.encode(), secret.encode()):
+            logger.warning("a data connection from %s did not know the run's secret", channel.peer)
+            return False
+        try:
+            check_peer(channel, self.protection, node)
+        except TorchSlicerError as error:
+            logger.warning("a data connection from %s was refused: %s", channel.peer, error)
+            return False
+        return True
 
     def forget(self, run_id: str) -> None:
         """Drop connections for a run that nobody took."""
         with self._condition:
-            for key in [key for key in self._arrived if key[0] == run_id]:
-                self._arrived.pop(key)[0].close()
+            dropped = [arrival for arrival in self._arrived if arrival.run_id == run_id]
+            self._arrived = [arrival for arrival in self._arrived if arrival.run_id != run_id]
+        for arrival in dropped:
+            arrival.channel.close()
 
     def close(self) -> None:
         """Stop listening."""
@@ -160,28 +181,43 @@ class Hub:
             listener.close()
         for thread in self._threads:
             thread.join(timeout=3.0)
+        self._door.close()
         with self._condition:
-            for channel, _ in self._arrived.values():
-                channel.close()
-            self._arrived.clear()
+            arrived, self._arrived = self._arrived, []
+        for arrival in arrived:
+            arrival.channel.close()
 
 
-def _grpc_listener(bind: str, tls: TlsMaterial | None) -> Listener:
+def check_peer(channel: Channel, protection: Protection, node: str) -> None:
+    """Check that *node* is at the other end of a channel; through a UNIX socket comes only who is of this user.
+
+    Raises:
+        SecurityError: Another node is.
+    """
+    if not channel.peer.startswith("unix:"):
+        protection.check_peer(channel.peer_names, node)
+
+
+def _grpc_listener(bind: str, protection: Protection, options: ChannelOptions) -> Listener:
     from torchslicer.transport.grpc import GrpcListener  # noqa: PLC0415 - needs grpcio
 
     host, _ = split_address(bind)
-    return GrpcListener(join_address(host, 0), credentials=None if tls is None else tls.grpc_server)
+    protection.check_bind(bind, "worker", "grpc")
+    return GrpcListener(join_address(host, 0), credentials=protection.grpc_server, options=options)
 
 
-def _endpoint(found: HostEndpoint, advertise: str | None) -> Endpoint:
-    kind: Any = "unix" if found.address.startswith("unix:") else "tcp"
-    return Endpoint(transport=kind, address=_advertised(found.address, advertise))
+def _endpoint(kind: Any, address: str, advertise: str | None, toward: str | None) -> Endpoint:
+    if address.startswith("unix:"):
+        return Endpoint(transport="unix", address=address)
+    hint = None if advertise is None else _host_of(advertise)
+    return Endpoint(transport=kind, address=str(advertised_address(address, hint, toward=toward)))
 
 
-def _advertised(address: str, advertise: str | None) -> str:
-    if advertise is None or address.startswith("unix:"):
-        return address
-    return join_address(advertise, split_address(address)[1])
+def _host_of(advertise: str) -> str:
+    """Return the host of ``HOST`` or ``HOST:PORT``: every port that is listened on has a number of its own."""
+    if ":" not in advertise or (advertise.count(":") > 1 and not advertise.startswith("[")):
+        return advertise
+    return parse_address(advertise).host if not advertise.endswith("]") else advertise
 
 
 def send_message(channel: Channel, message: object, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
@@ -194,42 +230,68 @@ def open_link(
     host: str,
     attach: Attach,
     *,
+    node: str,
     transport: str,
-    tls: TlsMaterial | None,
+    protection: Protection,
     timeout_s: float,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Channel, str]:
     """Connect to a node's hub for a run, by the best way there is; return the channel and how it goes.
 
+    *check* is called from time to time and raises to give up.
+
     Raises:
-        TransportError: The node cannot be reached, or does not take the connection.
+        TransportError: The node cannot be reached, is another one, or does not take the connection.
+        SecurityError: It can be reached only over the network, and there is no protection.
     """
-    channel, kind = dial(endpoints, host, transport=transport, tls=tls, timeout_s=timeout_s)
+    channel, kind = dial(endpoints, host, node=node, transport=transport, protection=protection, timeout_s=timeout_s)
     try:
         send_message(channel, attach)
-        frame = channel.receive(timeout_s=timeout_s)
+        frame = _patiently(channel, timeout_s, check)
         if not isinstance(frame.payload, bytes) or not isinstance(decode(frame.payload), Attached):
             raise ProtocolError(f"{channel.peer} did not take the connection")
-    except TorchSlicerError:
+    except BaseException:
         channel.close()
         raise
     return channel, kind
 
 
+def _patiently(channel: Channel, timeout_s: float, check: Callable[[], None]) -> Frame:
+    deadline = Deadline(timeout_s)
+    while True:
+        try:
+            return channel.receive(timeout_s=min(deadline.remaining_s, _POLL_S))
+        except DeadlineError:
+            check()
+            if deadline.passed:
+                raise DeadlineError(f"{channel.peer} did not answer within {timeout_s:.0f} s") from None
+
+
 def dial(
-    endpoints: Sequence[Endpoint], host: str, *, transport: str, tls: TlsMaterial | None, timeout_s: float
+    endpoints: Sequence[Endpoint],
+    host: str,
+    *,
+    node: str,
+    transport: str,
+    protection: Protection,
+    timeout_s: float,
 ) -> tuple[Channel, str]:
     """Connect to one of a node's endpoints: its UNIX socket on the same host, else *transport*."""
     by_kind = {endpoint.transport: endpoint.address for endpoint in endpoints}
     if "unix" in by_kind and _is_here(by_kind["unix"], host):
         return connect(by_kind["unix"], timeout_s=timeout_s), "unix"
-    if transport == "grpc" and "grpc" in by_kind:
+    kind = "grpc" if transport == "grpc" and "grpc" in by_kind else "tcp"
+    if kind not in by_kind:
+        raise TransportError(f"{node} offers no {kind} address; it offers {sorted(by_kind.values())}")
+    address = by_kind[kind]  # type: ignore[index]
+    protection.check_connect(address)
+    name = protection.server_name(node, address)
+    if kind == "grpc":
         from torchslicer.transport.grpc import connect as connect_grpc  # noqa: PLC0415 - needs grpcio
 
-        credentials = None if tls is None else tls.grpc_client
-        return connect_grpc(by_kind["grpc"], timeout_s=timeout_s, credentials=credentials), "grpc"
-    context = None if tls is None else tls.client
-    name = None if tls is None else split_address(by_kind["tcp"])[0]
-    return connect(by_kind["tcp"], timeout_s=timeout_s, tls=context, server_hostname=name), "tcp"
+        credentials = protection.grpc_client
+        return connect_grpc(address, timeout_s=timeout_s, credentials=credentials, server_hostname=name), kind
+    return connect(address, timeout_s=timeout_s, tls=protection.client, server_hostname=name), kind
 
 
 def _is_here(address: str, host: str) -> bool:
@@ -238,13 +300,18 @@ def _is_here(address: str, host: str) -> bool:
     return choose_endpoint([HostEndpoint(address, host_id=host), elsewhere], host_id()) is not elsewhere
 
 
-def check_reachable(endpoints: Sequence[Endpoint], host: str, run_id: str, *, tls: TlsMaterial | None) -> None:
-    """Connect to a node's hub and say hello, to find out at once whether it can be reached.
+def check_reachable(
+    endpoints: Sequence[Endpoint], host: str, run_id: str, *, node: str, protection: Protection
+) -> None:
+    """Connect to a node's hub and say hello, to find out at once whether it can be reached over the network.
+
+    Not by its UNIX socket: other nodes may be on other hosts.
 
     Raises:
         TransportError: It cannot.
     """
-    channel, _ = dial(endpoints, host, transport="tcp", tls=tls, timeout_s=HANDSHAKE_TIMEOUT_S)
+    network = [entry for entry in endpoints if entry.transport != "unix"]
+    channel, _ = dial(network, host, node=node, transport="tcp", protection=protection, timeout_s=HANDSHAKE_TIMEOUT_S)
     try:
         send_message(channel, Reach(run_id=run_id))
         channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)

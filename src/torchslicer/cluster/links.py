@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchslicer.cluster.control import whole_frames
 from torchslicer.cluster.mailbox import Mailbox
 from torchslicer.cluster.packing import Address, Assembler, Key, gradient_frames, key_of, packet_frames
-from torchslicer.errors import DeadlineError, FrameError, TorchSlicerError
+from torchslicer.errors import (
+    DeadlineError,
+    FrameError,
+    PeerClosedError,
+    ProtocolError,
+    TorchSlicerError,
+    TransportError,
+)
 from torchslicer.pipeline.boundary import Gradients, Packet
 from torchslicer.pipeline.exchange import Slot
 from torchslicer.pipeline.stage import Route
@@ -21,6 +30,7 @@ COORDINATOR = -1
 """Rank of the coordinator on data channels."""
 
 _POLL_S = 1.0
+_PATIENCE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class RunKey:
 
 
 class Links:
-    """Sends to other ranks, and files what they send.
+    """Sends to other ranks, and files what they send. Any thread may send.
 
     Args:
         key: Run and generation; frames of another one are dropped and counted.
@@ -56,15 +66,26 @@ class Links:
         self._send_timeout_s = send_timeout_s
         self._channels: dict[int, Channel] = {}
         self._threads: list[threading.Thread] = []
+        self._changing = threading.Lock()
         self._closing = False
 
     def add(self, rank: int, channel: Channel) -> None:
-        """Take a channel into use and start to read it."""
-        self._channels[rank] = channel
+        """Take a channel into use and start to read it.
+
+        Raises:
+            PeerClosedError: The links were closed meanwhile.
+        """
         channel.expect = self._expect
         thread = threading.Thread(target=self._read, args=(rank, channel), name=f"torchslicer-link-{rank}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._changing:
+            closing = self._closing
+            if not closing:
+                self._channels[rank] = channel
+                self._threads.append(thread)
+                thread.start()
+        if closing:
+            channel.close(timeout_s=0)
+            raise PeerClosedError("the run is over")
 
     def _expect(self, header: FrameHeader) -> None:
         """Refuse, before anything is allocated, what cannot belong to this run."""
@@ -78,8 +99,13 @@ class Links:
                 with contextlib.suppress(DeadlineError):
                     self._file(assembler, channel.receive(timeout_s=_POLL_S))
         except TorchSlicerError as error:
-            if not self._closing:
-                self._on_lost(rank, error)
+            self._lose(rank, error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the rank waiting
+            self._lose(rank, ProtocolError(f"what it sent could not be read ({type(error).__name__}: {error})"))
+
+    def _lose(self, rank: int, error: TorchSlicerError) -> None:
+        if not self._closing:
+            self._on_lost(rank, error)
 
     def _file(self, assembler: Assembler, frame: Frame) -> None:
         if frame.header.generation != self.key.generation:
@@ -93,10 +119,31 @@ class Links:
             self.mailbox.put(*complete)
 
     def send(self, rank: int, frames: Iterable[Frame]) -> None:
-        """Send frames to a rank."""
+        """Send frames to a rank.
+
+        Raises:
+            Exception: Whatever ended the run: what the mailbox failed with, or the channel.
+        """
         channel = self._channels[rank]
         for frame in frames:
-            channel.send(frame, timeout_s=self._send_timeout_s)
+            try:
+                self._send(channel, frame)
+            except TransportError as error:
+                self._lose(rank, error)
+                self.mailbox.check()
+                raise
+
+    def _send(self, channel: Channel, frame: Frame) -> None:
+        """Send a frame; while the queue is full, look from time to time whether the run still lasts."""
+        deadline = time.monotonic() + self._send_timeout_s
+        with whole_frames(channel):
+            while True:
+                try:
+                    return channel.send(frame, timeout_s=_PATIENCE_S)
+                except DeadlineError:
+                    self.mailbox.check()
+                    if time.monotonic() > deadline:
+                        raise
 
     def address(self, pass_index: int, stage: int, microbatch: int, value: int) -> Address:
         """Return the address of a value in this run."""
@@ -104,14 +151,17 @@ class Links:
 
     def traffic(self) -> Mapping[int, tuple[int, int]]:
         """Bytes sent to and received from each rank."""
-        return {rank: (c.stats.bytes_sent, c.stats.bytes_received) for rank, c in self._channels.items()}
+        channels = dict(self._channels)
+        return {rank: (c.stats.bytes_sent, c.stats.bytes_received) for rank, c in channels.items()}
 
-    def close(self) -> None:
-        """Close every channel and wait for the threads that read them."""
-        self._closing = True
-        for channel in self._channels.values():
-            channel.close()
-        for thread in self._threads:
+    def close(self, *, timeout_s: float = 1.0) -> None:
+        """Close every channel and wait for the threads that read them; what is queued gets *timeout_s* to leave."""
+        with self._changing:
+            self._closing = True
+            channels, threads = list(self._channels.values()), list(self._threads)
+        for channel in channels:
+            channel.close(timeout_s=timeout_s)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
 

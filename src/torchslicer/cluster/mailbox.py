@@ -10,6 +10,8 @@ from typing import Any
 from torchslicer.cluster.packing import Key
 from torchslicer.errors import DeadlineError
 
+_LONGEST_WAIT_S = 1.0
+
 
 class Mailbox:
     """Filled by the threads that read channels, emptied by the one that computes.
@@ -24,19 +26,41 @@ class Mailbox:
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._last_arrival = time.monotonic()
+        self._waiting_for: Key | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def put(self, key: Key, item: Any) -> None:
         """File an item; whoever waits for it wakes up."""
         with self._condition:
-            self._items[key] = item
             self._last_arrival = time.monotonic()
+            if self._failure is None:
+                self._items[key] = item
             self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Let every wait, now and later, raise *error* (the first one given)."""
         with self._condition:
             self._failure = self._failure or error
+            self._items.clear()
             self._condition.notify_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What `fail` was first called with."""
+        return self._failure
+
+    @property
+    def waits_for(self) -> str:
+        """What the computation waits for at this moment, in words; empty if for nothing."""
+        key = self._waiting_for
+        return "" if key is None else _words(key)
+
+    def check(self) -> None:
+        """Raise what `fail` was called with, if it was."""
+        if self._failure is not None:
+            raise self._failure
 
     def take(self, keys: Sequence[Key]) -> list[Any]:
         """Return the items of *keys*, once all are there.
@@ -47,22 +71,25 @@ class Mailbox:
         """
         started = time.monotonic()
         with self._condition:
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                missing = [key for key in keys if key not in self._items]
-                if not missing:
-                    return [self._items.pop(key) for key in keys]
-                quiet_s = time.monotonic() - max(self._last_arrival, started)
-                if quiet_s > self.stall_timeout_s:
-                    kind, pass_index, stage, microbatch, value = missing[0]
-                    raise DeadlineError(
-                        f"waited {quiet_s:.0f} s for {kind.name} (pass {pass_index}, stage {stage}, micro-batch "
-                        f"{microbatch}, value {value}) and nothing arrived; raise stall_timeout_s if stages take longer"
-                    )
-                self._condition.wait(min(1.0, self.stall_timeout_s))
+            try:
+                while True:
+                    self.check()
+                    missing = next((key for key in keys if key not in self._items), None)
+                    if missing is None:
+                        return [self._items.pop(key) for key in keys]
+                    self._waiting_for = missing
+                    quiet_s = time.monotonic() - max(self._last_arrival, started)
+                    if quiet_s > self.stall_timeout_s:
+                        raise DeadlineError(_too_long(missing, quiet_s))
+                    self._condition.wait(min(_LONGEST_WAIT_S, self.stall_timeout_s))
+            finally:
+                self._waiting_for = None
 
-    def clear(self) -> None:
-        """Throw away what is there."""
-        with self._condition:
-            self._items.clear()
+
+def _words(key: Key) -> str:
+    kind, pass_index, stage, microbatch, value = key
+    return f"{kind.name} of pass {pass_index}, stage {stage}, micro-batch {microbatch}, value {value}"
+
+
+def _too_long(key: Key, quiet_s: float) -> str:
+    return f"waited {quiet_s:.0f} s for {_words(key)} and nothing arrived; raise stall_timeout_s if stages take longer"

@@ -47,13 +47,14 @@ class Endpoint(Message):
 
 
 class Hello(Message):
-    """A worker introduces itself."""
+    """A worker introduces itself; ``instance`` tells its process from others of the same name."""
 
     type: Literal["hello"] = "hello"
     protocol: Small
     version: Text
     torch_version: Text
     node: Text
+    instance: Text = ""
     host: Text
     device: Text
     cores: Small
@@ -234,9 +235,10 @@ class Shutdown(Message):
 
 
 class Heartbeat(Message):
-    """Still here."""
+    """Still here; a worker also says what it is doing."""
 
     type: Literal["heartbeat"] = "heartbeat"
+    doing: Text = ""
 
 
 class Failed(Message):

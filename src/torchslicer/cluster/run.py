@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from torchslicer.cluster.coordinator import Coordinator, Member
-from torchslicer.cluster.hub import TlsMaterial, open_link, run_number
+from torchslicer.cluster.hub import PLAIN, open_link, run_number
 from torchslicer.cluster.links import COORDINATOR, Links, RunKey
 from torchslicer.cluster.mailbox import Mailbox
 from torchslicer.cluster.messages import (
@@ -37,11 +36,14 @@ from torchslicer.cluster.messages import (
 )
 from torchslicer.cluster.packing import Address, packet_frames
 from torchslicer.cluster.part import ModeCut, ShippedPart
+from torchslicer.cluster.security import Protection
 from torchslicer.cluster.session import TARGET_VALUE, number_of, packet_value, tensor_of
 from torchslicer.errors import ShippingError, TorchSlicerError, TransportError, WorkerFailureError
 from torchslicer.pipeline.boundary import Export
 from torchslicer.pipeline.stage import Work, inputs_of_stage
 from torchslicer.transport.frame import FrameKind
+
+_ABORT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class RunSettings:
     same_host: bool = True
     stall_timeout_s: float = 600.0
     start_timeout_s: float = 60.0
-    tls: TlsMaterial | None = None
+    protection: Protection = PLAIN
 
 
 class ClusterRun:
@@ -96,8 +98,14 @@ class ClusterRun:
             for mode, cut in ((True, training), (False, evaluation))
         }
 
+        coordinator.begin_run(generation, self.members, on_trouble=self._on_trouble)
+
     def _on_lost(self, rank: int, error: TorchSlicerError) -> None:
-        self._mailbox.fail(WorkerFailureError(f"{self.members[rank]}: the data connection broke: {error}"))
+        self._mailbox.fail(WorkerFailureError(f"{self.members[rank].with_stage}: the data connection broke: {error}"))
+
+    def _on_trouble(self) -> None:
+        """Wake whoever waits for data or for room to send: a worker has failed, and the coordinator knows the cause."""
+        self._mailbox.fail(WorkerFailureError("a worker failed"))
 
     # -- start and end ---------------------------------------------------------------------------------------
 
@@ -113,19 +121,27 @@ class ClusterRun:
         threads = self._threads()
         for rank, (member, part) in enumerate(zip(self.members, parts, strict=True)):
             self._send(member, self._assign(rank, part, threads[member.node]), list(part.tensors.values()))
-        attach = Attach(run_id=self.settings.run_id, generation=self.generation, rank=COORDINATOR, secret=self._secret)
-        try:
-            for rank, member in enumerate(self.members):
-                channel, how = open_link(
-                    self._endpoints(member), member.hello.host, attach, transport=self.settings.transport,
-                    tls=self.settings.tls, timeout_s=self.settings.start_timeout_s,
-                )  # fmt: skip
-                self.routes_taken[member.node] = how
-                self._links.add(rank, channel)
-        except TransportError:
-            self._collect(Ready, self.members, timeout_s=1.0)  # a worker's own error says more
-            raise
+        for rank, member in enumerate(self.members):
+            try:
+                self._link(rank, member)
+            except TransportError as error:
+                raise self._cause(member, error) from error
         self._collect(Ready, self.members, timeout_s=self.settings.start_timeout_s)
+
+    def _link(self, rank: int, member: Member) -> None:
+        attach = Attach(run_id=self.settings.run_id, generation=self.generation, rank=COORDINATOR, secret=self._secret)
+        channel, how = open_link(
+            self._endpoints(member), member.hello.host, attach, node=member.node, transport=self.settings.transport,
+            protection=self.settings.protection, timeout_s=self.settings.start_timeout_s, check=self._check,
+        )  # fmt: skip
+        self.routes_taken[member.node] = how
+        self._links.add(rank, channel)
+
+    def _check(self) -> None:
+        """Raise what ended the run, if anything has."""
+        if self._mailbox.failure is not None:
+            self.coordinator.raise_cause()
+            self._mailbox.check()
 
     def _threads(self) -> dict[str, int]:
         """Share the cores of a host among its workers of this run, unless they were told how many to use."""
@@ -171,18 +187,24 @@ class ClusterRun:
         """End the run; workers are free for the next."""
         self._tell_all(Release(generation=self.generation))
         self._collect(Released, self.members, timeout_s=self.settings.start_timeout_s)
+        self.coordinator.end_run()
         self._links.close()
-        self.coordinator.forget_messages()
 
     def abort(self, reason: str) -> None:
-        """Give the run up; workers that are still there become free."""
+        """Give the run up; nothing is raised.
+
+        Workers that wait or have failed are free at once. One that computes hears of it when it is through with what it
+        computes: it stays registered, and is not given a part of another run before.
+        """
         live = [member for member in self.members if member.lost is None]
         for member in live:
-            with contextlib.suppress(TransportError):
-                self._send(member, Abort(generation=self.generation, reason=reason[:60_000]))
-        self._links.close()
-        self.coordinator.wait_released(live, self.generation, timeout_s=10.0)
-        self.coordinator.forget_messages()
+            try:
+                member.control.send(Abort(generation=self.generation, reason=reason[:1000]), timeout_s=_ABORT_TIMEOUT_S)
+            except TransportError as error:
+                self.coordinator.give_up(member, error)
+        self._links.close(timeout_s=0)
+        self.coordinator.wait_released(live, timeout_s=_ABORT_TIMEOUT_S)
+        self.coordinator.end_run()
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -207,9 +229,8 @@ class ClusterRun:
     def _send_value(self, kind: FrameKind, value: Any, address: Address) -> None:
         try:
             self._links.send(address.stage, packet_frames(kind, Export(value).take(), address))
-        except TransportError as error:
-            self.coordinator.failure(self.members)
-            raise WorkerFailureError(f"{self.members[address.stage]}: {error}") from error
+        except (TransportError, WorkerFailureError) as error:
+            raise self._cause(self.members[address.stage], error) from error
 
     def start_step(self, step: int, batches: Sequence[tuple[int, Sequence[Work]]]) -> None:
         """Let all workers run a step whose batches were sent under the given passes."""
@@ -252,9 +273,8 @@ class ClusterRun:
         self.send_batch(works, pass_index, training=False)
         try:
             [packet] = self._mailbox.take([(FrameKind.OUTPUT, pass_index, 0, 0, 0)])
-        except TorchSlicerError:
-            self.coordinator.failure(self.members)
-            raise
+        except (TransportError, WorkerFailureError) as error:
+            raise self._cause(self.members[-1], error) from error
         return packet_value(packet)
 
     def gather(self) -> dict[str, torch.Tensor]:
@@ -275,7 +295,6 @@ class ClusterRun:
         return self.coordinator.collect(
             kind,
             members,
-            among=self.members,
             timeout_s=self.settings.stall_timeout_s if timeout_s is None else timeout_s,
             where=lambda m: m.generation == self.generation and (where is None or where(m)),
         )
@@ -288,8 +307,12 @@ class ClusterRun:
         try:
             member.control.send(message, list(tensors))
         except TransportError as error:
-            self.coordinator.failure(self.members)
-            raise WorkerFailureError(f"{member}: {error}") from error
+            raise self._cause(member, error) from error
+
+    def _cause(self, member: Member, error: TorchSlicerError) -> WorkerFailureError:
+        """Raise what ended the run, if a worker says it; else return *error* with the name of the worker."""
+        self.coordinator.raise_cause()
+        return error if isinstance(error, WorkerFailureError) else WorkerFailureError(f"{member.with_stage}: {error}")
 
 
 def _check_trust(member: Member, part: ShippedPart) -> None:

@@ -202,8 +202,8 @@ class RankSession:
         self.exchange.begin(batch.pass_index)
         actions = [Action(ActionKind.F, stage, index) for index in range(len(batch.works)) for stage in runtime.stages]
         works = _Works(self, runtime, batch, with_target=False)
-        model = self.part.evaluation_graph.model
-        with evaluation_mode(model), preserved_rng((self.part.device,)):
+        graph = self.part.evaluation_graph
+        with evaluation_mode(graph.model, *graph.modules.values()), preserved_rng((self.part.device,)):
             runtime.run(actions, works, lambda _, result: outputs.append(result.output), training=False)
         if self.part.evaluation_stage_of[-1] in self.part.held:
             address = self.links.address(batch.pass_index, 0, 0, 0)

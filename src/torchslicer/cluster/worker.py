@@ -1,4 +1,9 @@
-"""A worker: it offers itself to a coordinator, holds the stages it is given, and serves run after run."""
+"""A worker: it offers itself to a coordinator, holds the stages it is given, and serves run after run.
+
+Three threads serve a connection. One reads: it ends the run in progress when the coordinator gives it up, and queues
+everything else. One computes: it takes the queue, message by message. One sends heartbeats, with a word on what the
+computing one is doing.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +11,25 @@ import contextlib
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from torchslicer.cluster.assignment import Assignment, RunAbortedError, failure_message
 from torchslicer.cluster.control import Control
-from torchslicer.cluster.hub import Hub, TlsMaterial, open_link, run_number
-from torchslicer.cluster.links import COORDINATOR, Links, RunKey
-from torchslicer.cluster.mailbox import Mailbox
+from torchslicer.cluster.door import KNOWN, STRANGER
+from torchslicer.cluster.hub import PLAIN, Hub
 from torchslicer.cluster.messages import (
     PROTOCOL,
     Abort,
     Assign,
-    Attach,
-    Failed,
     Heartbeat,
     Hello,
-    Peer,
     Ready,
     Refused,
     Release,
@@ -37,21 +39,25 @@ from torchslicer.cluster.messages import (
     Welcome,
 )
 from torchslicer.cluster.part import decode_part
+from torchslicer.cluster.security import Protection
 from torchslicer.cluster.session import RankSession
-from torchslicer.errors import DeadlineError, PeerClosedError, ProtocolError, RunError, StageError, TorchSlicerError
+from torchslicer.errors import (
+    DeadlineError,
+    PeerClosedError,
+    ProtocolError,
+    RunError,
+    TorchSlicerError,
+    TransportError,
+    WorkerFailureError,
+)
 from torchslicer.transport.address import host_id
 from torchslicer.transport.base import Channel
-from torchslicer.transport.frame import FrameKind
 from torchslicer.version import __version__
 
 logger = logging.getLogger("torchslicer.worker")
 
-LINK_TIMEOUT_S = 30.0
+WELCOME_TIMEOUT_S = 30.0
 CPU = torch.device("cpu")
-
-
-class RunAbortedError(RunError):
-    """The coordinator gave the run up."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,32 @@ class WorkerSettings:
 
 
 @dataclass
-class _Connection:
+class Connection:
     """One connection to a coordinator, and what is read from it."""
 
     control: Control
     welcome: Welcome
-    commands: queue.SimpleQueue[tuple[Any, list[torch.Tensor]]] = field(default_factory=queue.SimpleQueue)
-    last_seen: float = field(default_factory=time.monotonic)
+    commands: queue.SimpleQueue[tuple[Any, list[torch.Tensor], Assignment | None]] = field(
+        default_factory=queue.SimpleQueue
+    )
     ended: threading.Event = field(default_factory=threading.Event)
+    assignment: Assignment | None = None
+    """The newest; set by the thread that reads."""
+
+    def fail_run(self, error: BaseException) -> None:
+        """End the run in progress, if there is one."""
+        if self.assignment is not None:
+            self.assignment.fail(error)
+
+    def end(self) -> None:
+        """Let the computing thread come to an end."""
+        self.commands.put((None, [], None))
+
+    def check_silence(self) -> None:
+        """Raise if the coordinator has been silent for too long."""
+        silent_s = self.control.silent_s()
+        if silent_s > self.welcome.heartbeat_timeout_s + self.welcome.heartbeat_interval_s:
+            raise PeerClosedError(f"no sign of life from the coordinator for {silent_s:.0f} s")
 
 
 class Worker:
@@ -90,16 +114,16 @@ class Worker:
     Args:
         settings: Who it is.
         hub: Where it takes data connections.
-        tls: For the connections that it makes.
+        protection: Of the connections that it makes.
     """
 
-    def __init__(self, settings: WorkerSettings, hub: Hub, *, tls: TlsMaterial | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, hub: Hub, *, protection: Protection = PLAIN) -> None:
         self.settings = settings
         self.hub = hub
-        self.tls = tls
+        self.protection = protection
         self.stopping = threading.Event()
-        self._mailbox: Mailbox | None = None
-        self._connection: _Connection | None = None
+        self._instance = secrets.token_hex(8)
+        self._connection: Connection | None = None
 
     def serve(self, channel: Channel) -> None:
         """Introduce this worker on *channel* and do what comes, until the connection ends or a shutdown is asked for.
@@ -108,25 +132,69 @@ class Worker:
             ProtocolError: The coordinator refused this worker.
             TransportError: The coordinator did not answer.
         """
+        self.attend(self.introduce(channel))
+
+    def introduce(self, channel: Channel) -> Connection:
+        """Say who this worker is, and wait to be taken in; if it is not, the channel is closed.
+
+        Raises:
+            ProtocolError: The coordinator refused this worker.
+            TransportError: The coordinator did not answer.
+        """
+        channel.limits = STRANGER
         control = Control(channel)
-        control.send(self._hello())
-        answer = control.receive(timeout_s=LINK_TIMEOUT_S)
-        if isinstance(answer, Refused):
-            raise ProtocolError(f"the coordinator at {control.peer} refused this worker: {answer.reason}")
-        if not isinstance(answer, Welcome):
-            raise ProtocolError(f"the coordinator at {control.peer} answered with {type(answer).__name__}")
-        logger.info("registered with the coordinator at %s for run %s", control.peer, answer.run_id)
-        connection = self._connection = _Connection(control, answer)
+        try:
+            welcome = self._welcome(control)
+        except BaseException:
+            control.close()
+            raise
+        channel.limits = KNOWN
+        return Connection(control, welcome)
+
+    def _welcome(self, control: Control) -> Welcome:
+        control.send(self._hello(), timeout_s=WELCOME_TIMEOUT_S)
+        deadline = time.monotonic() + WELCOME_TIMEOUT_S
+        while True:
+            try:
+                answer = control.receive(timeout_s=0.5)
+            except DeadlineError:
+                if self.stopping.is_set() or time.monotonic() > deadline:
+                    raise
+                continue
+            if isinstance(answer, Refused):
+                raise ProtocolError(f"the coordinator at {control.peer} refused this worker: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise ProtocolError(f"the coordinator at {control.peer} answered with {type(answer).__name__}")
+            return answer
+
+    def attend(self, connection: Connection) -> None:
+        """Do what comes on a connection, until it ends or a shutdown is asked for."""
+        control, run_id = connection.control, connection.welcome.run_id
+        logger.info("registered with the coordinator at %s for run %s", control.peer, run_id)
+        self._connection = connection
+        control.excuse()
         with _threads(connection, self._read, self._beat):
-            self._work(connection)
+            if not self.stopping.is_set():
+                self._work(connection)
 
     def stop(self) -> None:
-        """End at the next opportunity; a run in progress fails."""
+        """End at the next opportunity; a run in progress fails. A signal handler may call this.
+
+        In a thread of its own: what a handler interrupts may hold the very locks that are needed here.
+        """
+        threading.Thread(target=self._stop, name="torchslicer-stop", daemon=True).start()
+
+    def _stop(self) -> None:
         self.stopping.set()
-        if self._mailbox is not None:
-            self._mailbox.fail(RunAbortedError("the worker was told to stop"))
-        if self._connection is not None:
-            self._connection.commands.put((None, []))
+        connection = self._connection
+        if connection is None:
+            return
+        assignment = connection.assignment
+        if assignment is not None and assignment.mailbox.failure is None:
+            error = WorkerFailureError("the worker was told to stop (SIGTERM, SIGINT or its program)")
+            assignment.fail(error)
+            self._report(connection, assignment, error)  # at once: what it computes may take a while yet
+        connection.end()
 
     def _hello(self) -> Hello:
         return Hello(
@@ -134,6 +202,7 @@ class Worker:
             version=__version__,
             torch_version=torch.__version__,
             node=self.settings.node,
+            instance=self._instance,
             host=host_id(),
             device=str(self.settings.device),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -145,179 +214,160 @@ class Worker:
 
     # -- threads that read and beat --------------------------------------------------------------------------
 
-    def _read(self, connection: _Connection) -> None:
-        control = connection.control
+    def _read(self, connection: Connection) -> None:
         try:
             while not connection.ended.is_set():
                 try:
-                    message = control.receive(timeout_s=1.0)
+                    message = connection.control.receive(timeout_s=1.0)
                 except DeadlineError:
-                    self._check_silence(connection)
+                    connection.check_silence()
                     continue
-                connection.last_seen = time.monotonic()
                 self._dispatch(connection, message)
         except TorchSlicerError as error:
-            if not connection.ended.is_set():
-                logger.info("the connection to the coordinator ended: %s", error)
-            self._fail_waits(PeerClosedError(f"the coordinator is gone: {error}"))
+            self._gone(connection, error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the worker waiting
+            self._gone(connection, ProtocolError(f"what it sent could not be read ({type(error).__name__}: {error})"))
         finally:
-            connection.commands.put((None, []))
+            connection.end()
 
-    def _check_silence(self, connection: _Connection) -> None:
-        silent_s = time.monotonic() - connection.last_seen
-        if silent_s > connection.welcome.heartbeat_timeout_s + connection.welcome.heartbeat_interval_s:
-            raise PeerClosedError(f"no sign of life from the coordinator for {silent_s:.0f} s")
+    def _gone(self, connection: Connection, error: TorchSlicerError) -> None:
+        if not connection.ended.is_set():
+            logger.info("the connection to the coordinator ended: %s", error)
+        connection.fail_run(RunAbortedError(f"the coordinator is gone: {error}"))
 
-    def _dispatch(self, connection: _Connection, message: Any) -> None:
+    def _dispatch(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Heartbeat):
             return
-        if isinstance(message, Scale):
-            if self._mailbox is not None:
-                self._mailbox.put(_scale_key(message.step), message)
-            return
-        tensors: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] | None = []
+        assignment = connection.assignment
         if isinstance(message, Assign):
-            tensors = connection.control.receive_tensors(len(message.tensors), timeout_s=LINK_TIMEOUT_S)
-            connection.last_seen = time.monotonic()
-        if isinstance(message, Abort):
-            self._fail_waits(RunAbortedError(message.reason))
-        connection.commands.put((message, tensors))
+            tensors = connection.control.receive_tensors(len(message.tensors), check=connection.check_silence)
+            if tensors is None:
+                return  # given up half-way
+            assignment = connection.assignment = Assignment(message, self.hub, self.protection)
+        elif isinstance(message, Abort) and assignment is not None and assignment.generation == message.generation:
+            assignment.fail(RunAbortedError(message.reason))
+        elif isinstance(message, Scale):
+            if assignment is not None and assignment.generation == message.generation:
+                assignment.put_scale(message)
+            return
+        connection.commands.put((message, tensors or [], assignment))
 
-    def _fail_waits(self, error: BaseException) -> None:
-        if self._mailbox is not None:
-            self._mailbox.fail(error)
-
-    def _beat(self, connection: _Connection) -> None:
-        with contextlib.suppress(TorchSlicerError):  # the reading thread notices, too
+    def _beat(self, connection: Connection) -> None:
+        with contextlib.suppress(TransportError):  # the reading thread notices, too
             while not connection.ended.wait(connection.welcome.heartbeat_interval_s):
-                connection.control.send(Heartbeat(), timeout_s=connection.welcome.heartbeat_timeout_s)
+                assignment = connection.assignment
+                doing = "is idle" if assignment is None else assignment.doing
+                connection.control.beat(Heartbeat(doing=doing[:1000]))
 
     # -- the thread that computes ----------------------------------------------------------------------------
 
-    def _work(self, connection: _Connection) -> None:
-        session: RankSession | None = None
+    def _work(self, connection: Connection) -> None:
+        run = _Run()
         try:
             while True:
-                message, tensors = connection.commands.get()
+                message, tensors, assignment = connection.commands.get()
                 if message is None or isinstance(message, Shutdown):
                     if isinstance(message, Shutdown):
                         self.stopping.set()
                     return
-                session = self._obey(connection, session, message, tensors)
+                if isinstance(message, (Release, Abort)):
+                    run.close()
+                    connection.control.send(Released(generation=message.generation))
+                else:
+                    self._obey(connection, run, message, tensors, assignment)
+        except TransportError as error:
+            logger.info("the connection to the coordinator ended: %s", error)
         finally:
-            self._close(session)
+            run.close()
 
     def _obey(
-        self, connection: _Connection, session: RankSession | None, message: Any, tensors: list[torch.Tensor]
-    ) -> RankSession | None:
-        if isinstance(message, (Release, Abort)):
-            self._close(session)
-            connection.control.send(Released(generation=message.generation))
-            return None
-        generation = getattr(message, "generation", 0)
+        self,
+        connection: Connection,
+        run: _Run,
+        message: Any,
+        tensors: list[torch.Tensor],
+        assignment: Assignment | None,
+    ) -> None:
         try:
             if isinstance(message, Assign):
-                self._close(session)
-                return self._begin(connection, message, tensors)
-            if session is None or generation != session.generation:
-                return session  # left over from a run that was given up
-            session.handle(message)
-        except RunAbortedError:
-            self._close(session)
-            return None
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a run is the coordinator's to tell
-            self._close(session)
-            self._report(connection, generation, error)
-            return None
-        return session
+                run.close()
+                run.assignment = assignment
+                self._begin(connection, run, tensors)
+            elif run.session is not None and message.generation == run.session.generation:
+                run.handle(message)
+            # anything else is left over from a run that was given up
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever goes wrong is the coordinator's to tell
+            self._end_failed(connection, run, error)
 
-    def _close(self, session: RankSession | None) -> None:
-        if session is not None:
-            session.close()
-        self._mailbox = None
+    def _end_failed(self, connection: Connection, run: _Run, error: BaseException) -> None:
+        """Tell what went wrong, unless the coordinator has ended the run itself, and forget the run.
 
-    def _report(self, connection: _Connection, generation: int, error: Exception) -> None:
-        logger.error("the run failed here: %s", error)
-        cause = error.__cause__ or error
-        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-        failed = Failed(
-            generation=generation,
-            stage=-1,
-            error=type(cause).__name__ if isinstance(error, StageError) else type(error).__name__,
-            message=str(error)[:60_000],
-            traceback=text[-60_000:],
-            lost_peer=getattr(error, "rank", None),
-        )
-        with contextlib.suppress(TorchSlicerError):
+        Telling comes first: other workers notice that links close, and what they say of it is only a consequence.
+        """
+        assignment = run.assignment
+        if assignment is not None:
+            ended = assignment.mailbox.failure
+            if isinstance(ended, RunAbortedError) and isinstance(error, RunError):
+                logger.info("the run was given up: %s", str(ended).split("\n", 1)[0])
+            else:
+                self._report(connection, assignment, error)
+        run.close()
+
+    def _report(self, connection: Connection, assignment: Assignment, error: BaseException) -> None:
+        if assignment.told:
+            return
+        assignment.told = True
+        failed = failure_message(assignment, error)
+        logger.error("the run failed here: %s", failed.message)
+        with contextlib.suppress(TransportError):
             connection.control.send(failed)
 
-    # -- the start of a run ----------------------------------------------------------------------------------
-
-    def _begin(self, connection: _Connection, assign: Assign, tensors: Sequence[torch.Tensor]) -> RankSession:
-        mailbox = Mailbox(assign.stall_timeout_s)
-        self._mailbox = mailbox
-        torch.set_num_threads(max(assign.threads, 1))
-        named = dict(zip(assign.tensors, tensors, strict=True))
-        part = decode_part(assign.description, named, device=self.settings.device, trusted=self.settings.trusted)
-        key = RunKey(run_number(assign.run_id, assign.secret), assign.generation)
-        links = Links(key, mailbox, on_lost=_losing(mailbox, assign.peers), send_timeout_s=assign.stall_timeout_s)
-        try:
-            self._link(assign, links)
-            session = RankSession(
-                part,
-                links,
-                tell=connection.control.send,
-                ask=lambda step: mailbox.take([_scale_key(step)])[0],
-            )
-        except BaseException:
-            links.close()
-            raise
-        connection.control.send(Ready(generation=assign.generation, threads=torch.get_num_threads()))
-        return session
-
-    def _link(self, assign: Assign, links: Links) -> None:
-        """Connect to the ranks above, and take the connections of those below and of the coordinator."""
-        peers = {peer.rank: peer for peer in assign.peers}
-        attach = Attach(run_id=assign.run_id, generation=assign.generation, rank=assign.rank, secret=assign.secret)
-        for rank in sorted(assign.links):
-            if rank > assign.rank:
-                channel, _ = open_link(
-                    peers[rank].endpoints, peers[rank].host, attach, transport=assign.transport, tls=self.tls,
-                    timeout_s=LINK_TIMEOUT_S,
-                )  # fmt: skip
-                links.add(rank, channel)
-        for rank in [COORDINATOR, *(rank for rank in sorted(assign.links) if rank < assign.rank)]:
-            links.add(rank, self._taken(assign, rank))
-
-    def _taken(self, assign: Assign, rank: int) -> Channel:
-        return self.hub.take(assign.run_id, assign.generation, rank, secret=assign.secret, timeout_s=LINK_TIMEOUT_S)
+    def _begin(self, connection: Connection, run: _Run, tensors: Sequence[torch.Tensor]) -> None:
+        assignment = run.assignment
+        assert assignment is not None
+        message = assignment.message
+        torch.set_num_threads(max(message.threads, 1))
+        named = dict(zip(message.tensors, tensors, strict=True))
+        part = decode_part(message.description, named, device=self.settings.device, trusted=self.settings.trusted)
+        assignment.link()
+        run.session = RankSession(part, assignment.links, tell=connection.control.send, ask=assignment.ask_scale)
+        connection.control.send(Ready(generation=assignment.generation, threads=torch.get_num_threads()))
+        assignment.now("is ready")
 
 
-class PeerLostError(RunError):
-    """A channel to another rank broke."""
+@dataclass
+class _Run:
+    """The run that the computing thread is in."""
 
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
+    assignment: Assignment | None = None
+    session: RankSession | None = None
+
+    def handle(self, message: Any) -> None:
+        """Do what a message says."""
+        assert self.assignment is not None
+        assert self.session is not None
+        self.assignment.now(f"computes: {_words(message)}")
+        self.session.handle(message)
+        self.assignment.now("has nothing to do")
+
+    def close(self) -> None:
+        """Forget it."""
+        session, assignment = self.session, self.assignment
+        self.session = self.assignment = None
+        if session is not None:
+            session.close()
+        if assignment is not None:
+            assignment.close()
 
 
-def _losing(mailbox: Mailbox, peers: Sequence[Peer]) -> Any:
-    names = {peer.rank: peer.node for peer in peers}
-
-    def on_lost(rank: int, error: TorchSlicerError) -> None:
-        who = "the coordinator" if rank == COORDINATOR else f"rank {rank} ({names.get(rank, 'unknown')})"
-        lost = PeerLostError(f"the connection to {who} broke: {error}", max(rank, 0))
-        mailbox.fail(lost if rank != COORDINATOR else RunAbortedError(str(lost)))
-
-    return on_lost
-
-
-def _scale_key(step: int) -> tuple[FrameKind, int, int, int, int]:
-    return (FrameKind.CONTROL, step, 0, 0, 0)
+def _words(message: Any) -> str:
+    step = getattr(message, "step", None)
+    return type(message).__name__.lower() + ("" if step is None else f" {step}")
 
 
 @contextlib.contextmanager
-def _threads(connection: _Connection, *targets: Any) -> Iterator[None]:
+def _threads(connection: Connection, *targets: Any) -> Iterator[None]:
     threads = [
         threading.Thread(target=target, args=(connection,), name=f"torchslicer{target.__name__}", daemon=True)
         for target in targets

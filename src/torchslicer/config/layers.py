@@ -64,7 +64,7 @@ LEGACY_ENVIRONMENT: Mapping[str, str] = {
 
 _FLAT_SECTIONS = ("training", "pipeline", "network")
 _FLAT_EXTRA = {"n_workers": ("discovery", "n_workers"), "transport": ("transport", "tensor"), "run_id": ("run_id",)}
-_JSON_KEYS = frozenset({"optimizer", "criterion", "scheduler"})
+_JSON_KEYS = frozenset({"optimizer", "criterion", "scheduler", "tls"})
 _LIST_KEYS = frozenset({"peers", "tag_filter", "worker_tags", "cuts", "devices"})
 
 Path = tuple[str, ...]

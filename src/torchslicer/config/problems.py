@@ -111,6 +111,8 @@ def _known(parent: Loc, model: type[BaseModel]) -> Iterable[str]:
         return key_names(model)
     if len(parent) == 1 and parent[0] in sections:
         return sections[str(parent[0])]
+    if parent[-1] == "tls":
+        return ("ca", "cert", "key", "names")
     return ("groups", "name", "params") if parent[-1] == "optimizer" else ("name", "params")
 
 

@@ -199,8 +199,37 @@ class FaultToleranceSection(Checked):
     max_retries: fields.CountOrZero = 3
 
 
+class TlsSection(Checked):
+    """Certificates of this process, as PEM files; without them a coordinator makes its own where it needs some."""
+
+    section_path = ("network", "tls")
+
+    ca: fields.PathText | None = None
+    cert: fields.PathText | None = None
+    key: fields.PathText | None = None
+    names: fields.Names = Field(default_factory=list)
+
+    @property
+    def files(self) -> tuple[str, str, str] | None:
+        """The files of the authority, the certificate and its key; None if there are none.
+
+        Raises:
+            ConfigError: Only some of them are given.
+        """
+        given = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        missing = [name for name, path in given.items() if path is None]
+        if len(missing) == len(given):
+            return None
+        if missing:
+            raise ConfigError(
+                f"network.tls: expected the files ca, cert and key, {' and '.join(missing)} missing; "
+                "`torchslicer certs init` makes all three"
+            )
+        return str(self.ca), str(self.cert), str(self.key)
+
+
 class NetworkSection(Checked):
-    """Addresses and the device of this process."""
+    """Addresses, certificates and the device of this process."""
 
     section_path = ("network",)
 
@@ -211,6 +240,8 @@ class NetworkSection(Checked):
     worker_address: fields.WorkerAddress | None = None
     worker_tags: fields.Names = Field(default_factory=list)
     keep_alive: bool = True
+    tls: TlsSection = Field(default_factory=TlsSection)
+    insecure: bool = False
 
 
 def one_spelling(data: Mapping[str, Any]) -> dict[str, Any]:

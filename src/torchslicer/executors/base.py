@@ -48,10 +48,12 @@ class ForwardResult:
 class Executor(Protocol):
     """Runs a cut model. Calls come in this order: ``setup``, then steps and epochs, then ``teardown``.
 
-    ``wants_upcoming`` says whether steps should be told of the batches that come after them, to send them ahead.
+    ``wants_upcoming`` says whether steps should be told of the batches that come after them, to send them ahead;
+    ``insecure`` whether it speaks plain text with other machines.
     """
 
     wants_upcoming: bool
+    insecure: bool
 
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
         """Get ready to train."""

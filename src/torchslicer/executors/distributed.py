@@ -12,15 +12,17 @@ import torch
 from typing_extensions import Self
 
 from torchslicer.cluster.coordinator import Coordinator, Liveness, Member
-from torchslicer.cluster.hub import TlsMaterial
+from torchslicer.cluster.door import STRANGER
 from torchslicer.cluster.part import ModeCut, ShippedPart, encode_part
 from torchslicer.cluster.run import ClusterRun, RunSettings
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
-from torchslicer.errors import ConfigError, TorchSlicerError, TransportError, WorkerFailureError
+from torchslicer.errors import ConfigError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult
+from torchslicer.executors.checks import check_inputs_stay, check_statistics
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
 from torchslicer.executors.processes import LocalWorkers
+from torchslicer.executors.protect import Tls, given_protection, how_to_start, protect_coordinator
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
 from torchslicer.pipeline.optimizers import clip_coefficient, global_norm
@@ -28,6 +30,7 @@ from torchslicer.pipeline.options import TrainingOptions
 from torchslicer.pipeline.rng import stream_key
 from torchslicer.pipeline.stage import Work, find_routes
 from torchslicer.pipeline.step import check_finite, make_works, total_loss
+from torchslicer.transport.base import ChannelOptions
 from torchslicer.transport.tcp import TcpListener, connect
 
 logger = logging.getLogger("torchslicer.distributed")
@@ -56,7 +59,15 @@ class DistributedExecutor:
         host_stage: 0 lets a process of this machine, started and stopped by the executor, hold stage 0, so that the
             inputs stay here; the peers of a `StaticDiscovery` hold the other stages.
         host_threads: Threads of torch in that process; by default the cores, shared with workers on this machine.
-        tls: Encryption; needed beyond loopback.
+        tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default those of
+            ``run_config.network.tls``. A coordinator that listens beyond loopback and has none makes its own;
+            ``join_command`` then is the line that starts a worker.
+        insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
+        stall_timeout_s: How long nothing at all may come from the workers of a run before it is given up. Workers that
+            die or go silent are noticed much sooner; this is for a stage that computes and never returns.
+
+    Raises:
+        SecurityError: What was asked is not safe; the message names the ways out.
 
     Example:
         >>> executor = DistributedExecutor(coordinator_addr="127.0.0.1:0")
@@ -77,7 +88,9 @@ class DistributedExecutor:
         same_host: bool = True,
         host_stage: int | None = None,
         host_threads: int | None = None,
-        tls: TlsMaterial | None = None,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        stall_timeout_s: float = 600.0,
     ) -> None:
         self.discovery = discovery or CoordinatorDiscovery()
         self.config = run_config or RunConfig()
@@ -90,19 +103,27 @@ class DistributedExecutor:
                 f"others; got {host_stage!r} with {type(self.discovery).__name__}"
             )
         self.same_host = same_host
+        self.stall_timeout_s = stall_timeout_s
         self.run_id = self.discovery.run_id or self.config.run_id
-        self._tls = tls
+        self.protection = given_protection(self.config, tls=tls, insecure=insecure)
+        self.insecure, gate = False, None
+        if isinstance(self.discovery, CoordinatorDiscovery):
+            self.protection, gate, self.insecure = protect_coordinator(coordinator_addr, self.run_id, self.protection)
         tolerance = self.config.fault_tolerance
         self.coordinator = Coordinator(
             self.run_id,
             liveness=Liveness(tolerance.heartbeat_interval_s, tolerance.ping_timeout_s),
             tag_filter=getattr(self.discovery, "tag_filter", ()) or self.config.discovery.tag_filter,
-            tls=tls,
+            protection=self.protection.without_joining(),
+            gate=gate,
         )
-        self.address = ""
+        self.address = self.join_command = ""
         if isinstance(self.discovery, CoordinatorDiscovery):
-            listener = TcpListener(coordinator_addr, tls=None if tls is None else tls.server)
+            listener = TcpListener(
+                coordinator_addr, tls=self.protection.server, options=ChannelOptions(limits=STRANGER)
+            )
             self.address = listener.address
+            self.join_command = self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
             self.coordinator.listen(listener)
         self._host = None if host_stage is None else _HostedStage(self.coordinator, host_threads)
         self._local = LocalExecutor()
@@ -116,14 +137,26 @@ class DistributedExecutor:
     # -- a run -----------------------------------------------------------------------------------------------
 
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
-        """Wait for the workers, give each its stage, and link them."""
+        """Wait for the workers, give each its stage, and link them.
+
+        Raises:
+            SliceError: The cut cannot be run by several processes.
+            ShippingError: Something of the model cannot be carried to another process.
+            WorkerFailureError: Workers did not come, or failed.
+        """
+        check_statistics(cut)
+        if self._host is not None:
+            check_inputs_stay(cut)
         training = _mode_cut(cut.graphs.training, cut.stage_of)
         evaluation = _mode_cut(cut.graphs.evaluation, cut.evaluation_stage_of)
         ranks = range(cut.num_stages)
         parts = [encode_part(training, evaluation, stage, ranks, options) for stage in ranks]
         members = self._members(parts)
         self._generation += 1
-        settings = RunSettings(self.run_id, self.transport, same_host=self.same_host, tls=self._tls)
+        settings = RunSettings(
+            self.run_id, self.transport, same_host=self.same_host, protection=self.coordinator.protection,
+            stall_timeout_s=self.stall_timeout_s,
+        )  # fmt: skip
         run = ClusterRun(
             self.coordinator, members, settings, generation=self._generation, training=training, evaluation=evaluation
         )
@@ -134,12 +167,14 @@ class DistributedExecutor:
         logger.info("run %s: %s; data by %s", self.run_id, how, sorted(set(run.routes_taken.values())))
 
     def _members(self, parts: Sequence[ShippedPart]) -> list[Member]:
-        count = len(parts)
-        if self._host is not None:
-            return [self._host.member(parts[0].required), *self._dialled(count - 1)]
-        if isinstance(self.discovery, StaticDiscovery):
-            return self._dialled(count)
-        return self.coordinator.wait_for(count, timeout_s=self._discovery_timeout_s())
+        count, timeout_s = len(parts), self._discovery_timeout_s()
+        if isinstance(self.discovery, CoordinatorDiscovery):
+            return self.coordinator.wait_for(count, timeout_s=timeout_s)
+        hosted = [] if self._host is None else [self._host.member(parts[0].required)]
+        members = [*hosted, *self._dialled(count - len(hosted))]
+        for member in members:
+            self.coordinator.wait_until_free(member, timeout_s=timeout_s)
+        return members
 
     def _discovery_timeout_s(self) -> float:
         return min(self.discovery.timeout_s, self.config.discovery.timeout)
@@ -158,11 +193,11 @@ class DistributedExecutor:
         for member in self.coordinator.live():
             if member.dialled == address:
                 return member
+        self.insecure |= self.protection.check_connect(address).insecure
         deadline = time.monotonic() + self._discovery_timeout_s()
         while True:
             try:
-                context = None if self._tls is None else self._tls.client
-                member = self.coordinator.adopt(connect(address, timeout_s=5.0, tls=context))
+                member = self.coordinator.adopt(connect(address, timeout_s=5.0, tls=self.protection.client))
             except TransportError as error:
                 if time.monotonic() > deadline:
                     raise WorkerFailureError(f"no worker listens at {address}: {error}") from error
@@ -220,7 +255,7 @@ class DistributedExecutor:
         try:
             _load(self._cut, run.gather())
             run.release()
-        except TorchSlicerError:
+        except BaseException:  # Ctrl-C too: the workers must be free for another run
             run.abort("the run could not be ended")
             raise
 
@@ -237,6 +272,7 @@ class DistributedExecutor:
 
     def close(self, *, shut_workers: bool = False) -> None:
         """Stop listening and end all connections; with *shut_workers*, tell the workers to exit."""
+        self.teardown(failed=True)  # a run that is still there: nobody was left to end it
         if self._host is not None:
             self._host.stop()
         self.coordinator.close(shut_workers=shut_workers)

@@ -36,6 +36,7 @@ class LocalExecutor:
     """
 
     wants_upcoming = False
+    insecure = False
 
     def __init__(self) -> None:
         self._run: _LocalRun | None = None
@@ -159,8 +160,8 @@ class _Evaluator:
 
     def run(self, batch: Batch, criterion: Criterion | None) -> ForwardResult:
         work = Work(0, batch.inputs, batch.target, key=stream_key(EVALUATION_STREAM, 0, 0))
-        model = self.cut.graphs.evaluation.model
-        with evaluation_mode(model), preserved_rng(tuple(self.devices)), torch.no_grad():
+        graph = self.cut.graphs.evaluation
+        with evaluation_mode(graph.model, *graph.modules.values()), preserved_rng(tuple(self.devices)), torch.no_grad():
             outputs: list[Any] = []
             self.runtime.run(self.actions, [work], lambda _, result: outputs.append(result.output), training=False)
             output = next((found for found in outputs if found is not None), None)

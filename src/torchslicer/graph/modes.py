@@ -28,14 +28,18 @@ def settings_of(model: nn.Module) -> Settings:
 
 
 @contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode for a while, and each flag back afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+def evaluation_mode(model: nn.Module, *others: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode for a while, and each flag back afterwards.
+
+    *others* are modules beside the model, such as the wrappers that a pack function makes.
+    """
+    flags = [(module, module.training) for root in (model, *others) for module in root.modules()]
+    for module, _ in flags:
+        module.training = False
     try:
         yield
     finally:
-        for module, flag in flags:
+        for module, flag in reversed(flags):
             module.training = flag
 
 

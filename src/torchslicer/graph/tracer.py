@@ -33,6 +33,15 @@ class HiddenStateError(TraceError):
     """The record of a forward pass would hold for one call only."""
 
 
+class _Proxy(fx.Proxy):
+    """Stands in for a value; what is set on it would be lost (``weight.data = ...``)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in {"tracer", "node"}:
+            raise TraceError(f"forward sets the attribute '{name}' of a tensor")
+        super().__setattr__(name, value)
+
+
 class WholeModuleTracer(fx.Tracer):
     """Trace a model for the inputs named *given*; the other optional inputs keep their defaults.
 
@@ -165,6 +174,10 @@ class WholeModuleTracer(fx.Tracer):
                 f"{type(module).__name__}.forward keeps state from call to call in {', '.join(map(repr, changed))}; "
                 "keep it in a registered buffer that is changed in place"
             )
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Make the stand-in for what *node* will make."""
+        return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Create a node that remembers which module issued it and under which contexts."""

@@ -32,7 +32,7 @@ except ImportError as error:
         "transport 'grpc' needs the package grpcio: pip install 'torchslicer[grpc]', or choose transport 'tcp'"
     ) from error
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 256 << 10
 _METHOD, _SERVICE = "Frames", "torchslicer.Channel"
 _TICK_S = 0.5
 # Both sides agree, or a server ends the connection over "too many pings" (its default allows one in five minutes).
@@ -57,6 +57,12 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Against those who only fill the port: half-open handshakes end, and connections and streams are counted.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.max_allowed_incoming_connections", 512),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
 )
 
 
@@ -79,7 +85,6 @@ class GrpcChannel:
         self._arrival: Arrival | None = None
         self._filled = 0
         self._stall: Deadline | None = None
-        self._sent = threading.Event()
         self._reading: threading.Thread | None = None
 
     @property
@@ -91,7 +96,6 @@ class GrpcChannel:
         """Queue *frame*; see :class:`~torchslicer.transport.base.Channel`."""
         encode_header(frame.header)  # what does not fit is the caller's error, not the stream's
         size = HEADER_BYTES + frame.header.payload_bytes
-        self._sent.clear()
         self._outgoing.put(frame, size, Deadline(timeout_s))
         self.stats.frames_sent += 1
         self.stats.bytes_sent += size
@@ -113,12 +117,16 @@ class GrpcChannel:
 
     def close(self, *, timeout_s: float = 1.0) -> None:
         """End the channel; queued frames get *timeout_s* to leave."""
-        deadline = Deadline(timeout_s)
-        if self._error is None and self._outgoing.wait_empty(deadline):
-            self._sent.wait(deadline.remaining_s)
-        self._fail(PeerClosedError(f"the channel to {self.peer} was closed on this side"))
-        self._incoming.end(PeerClosedError(""), clear=True)
-        if self._reading is not None and self._reading is not threading.current_thread():
+        error = PeerClosedError(f"the channel to {self.peer} was closed on this side")
+        with self._failing:
+            orderly = self._error is None
+            self._error = self._error or error
+        self._outgoing.end(error)  # what is queued still goes, then the stream ends, and the peer ends it too
+        self._incoming.end(error, clear=True)
+        if orderly and self._reading is not None:
+            self._reading.join(timeout=Deadline(timeout_s).remaining_s)
+        self._hang_up()
+        if self._reading is not None:
             self._reading.join(timeout=5)
 
     def pieces(self) -> Iterator[bytes]:
@@ -134,8 +142,6 @@ class GrpcChannel:
                 yield bytes(payload[start : start + PIECE_BYTES])
 
     def _next_outgoing(self) -> Frame:
-        if not len(self._outgoing):
-            self._sent.set()  # gRPC asks for more once the last piece is on its way
         while True:
             try:
                 return self._outgoing.get(Deadline(_TICK_S))
@@ -153,10 +159,10 @@ class GrpcChannel:
         try:
             for piece in pieces:
                 self.connected.set()
-                if piece:
+                if piece and self._error is None:  # else only the end of the stream is waited for
                     self._land(memoryview(piece))
         except grpc.RpcError as error:
-            self._fail(PeerClosedError(f"lost the connection to {self.peer}: {_details(error)}"))
+            self._fail(PeerClosedError(f"lost the connection to {self.peer}: {_details(error)}{self._progress()}"))
         except TransportError as error:
             self._fail(error)
         else:
@@ -182,11 +188,14 @@ class GrpcChannel:
 
     def _deliver(self, frame: Frame) -> None:
         """Put the frame before the receiver; not reading on meanwhile is what holds the sender back."""
-        while True:
+        while self._error is None:
             try:
                 return self._incoming.put(frame, HEADER_BYTES + frame.header.payload_bytes, Deadline(_TICK_S))
             except DeadlineError:
                 continue
+            except PeerClosedError:  # closed on this side
+                return None
+        return None
 
     def _check_stall(self) -> None:
         stall = self._stall
@@ -268,7 +277,8 @@ class GrpcListener:
             name.decode(errors="replace") for name in context.auth_context().get("x509_subject_alternative_name", ())
         )
         gone = PeerClosedError(f"{channel.peer} closed the connection")
-        if not context.add_callback(lambda: channel._fail(gone)):
+        # The end of the stream stops the sending side at once; the reading side first takes in what has come.
+        if not context.add_callback(lambda: channel._outgoing.end(gone, clear=True)):
             return
         channel.read_from(requests)
         self._accepted.put(channel, 1, Deadline(_TICK_S))

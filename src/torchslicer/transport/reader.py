@@ -60,7 +60,6 @@ class FrameReader:
         self._read_payload(header, arrival, deadline)
         self._header = self._arrival = None
         self._stats.frames_received += 1
-        self._stats.bytes_received += HEADER_BYTES + header.payload_bytes
         return Frame(header, arrival.finish())
 
     def _read_header(self, deadline: Deadline) -> None:
@@ -74,6 +73,7 @@ class FrameReader:
         taken = min(self._end - self._start, header.payload_bytes)
         arrival.view[:taken] = self._scratch[self._start : self._start + taken]
         self._start += taken
+        self._stats.bytes_received += HEADER_BYTES + taken
         self._header, self._arrival, self._filled = header, arrival, taken
         self._stall = None
 
@@ -116,6 +116,7 @@ class FrameReader:
             count = self._stream.read(arrival.view[self._filled :], wait=wait, fill=True)
             if count:
                 self._filled += count
+                self._stats.bytes_received += count  # at once: it is how one sees that a large frame makes progress
                 self._stall = None
             elif count == 0:
                 raise self._ended(f" after {self._filled} of {size} bytes of {header.describe()}")

@@ -20,8 +20,8 @@ from torchslicer.transport.base import Deadline
 
 TICK_S = 0.1
 # How long a write waits for a receiver that takes nothing. While it does take, writing on in the caller's own thread is
-# quickest; when it does not, the caller has other things to do.
-PATIENCE_S = 0.004
+# quickest; when it does not, the caller has other things to do, and a thread goes on.
+_WRITE_TICK_S = 0.004
 # A TLS record holds at most this much; what fits is joined, so that header and payload share one.
 _RECORD_BYTES = 16 << 10
 
@@ -37,9 +37,6 @@ class Stream(Protocol):
 
     def wait_readable(self, timeout_s: float) -> None:
         """Wait until there is something to read."""
-
-    def wait_writable(self, timeout_s: float) -> bool:
-        """Wait until something can be written; say whether it can."""
 
     def handshake(self, deadline: Deadline) -> None:
         """Agree on keys, where there are any."""
@@ -61,7 +58,7 @@ class PlainStream:
         sock.setblocking(True)
         tick = struct.pack("@ll", 0, int(TICK_S * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(PATIENCE_S * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_WRITE_TICK_S * 1e6)))
         self._socket, self._peer = sock, peer
 
     def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
@@ -87,12 +84,6 @@ class PlainStream:
         """Wait until there is something to read."""
         with _lost(self._peer):
             _wait(self._socket, select.POLLIN, timeout_s)
-
-    def wait_writable(self, timeout_s: float) -> bool:
-        """Wait until something can be written."""
-        with _lost(self._peer):
-            return _wait(self._socket, select.POLLOUT, timeout_s)
-        raise AssertionError("unreachable")
 
     def handshake(self, deadline: Deadline) -> None:
         """Do nothing: there are no keys."""
@@ -160,12 +151,6 @@ class TlsStream:
             if not self._socket.pending():
                 _wait(self._socket, select.POLLIN, timeout_s)
 
-    def wait_writable(self, timeout_s: float) -> bool:
-        """Wait until something can be written."""
-        with _lost(self._peer):
-            return _wait(self._socket, select.POLLOUT, timeout_s)
-        raise AssertionError("unreachable")
-
     def handshake(self, deadline: Deadline) -> None:
         """Agree on keys and check the certificates.
 
@@ -196,6 +181,10 @@ class TlsStream:
         """Return the names in the peer's certificate."""
         return self._names
 
+    def hand_over(self) -> ssl.SSLSocket:
+        """Return the connection; this stream must not be used any more, but for ending it."""
+        return self._socket
+
     def shut(self, *, reading: bool) -> None:
         """Tell the peer that nothing more comes."""
         _shut(self._socket, reading=reading)
@@ -225,10 +214,10 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _wait(sock: socket.socket, event: int, timeout_s: float) -> bool:
+def _wait(sock: socket.socket, event: int, timeout_s: float) -> None:
     poll = select.poll()  # one for each call: two threads may not share it
     poll.register(sock, event)
-    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+    poll.poll(max(0.0, timeout_s) * 1000)
 
 
 def _shut(sock: socket.socket, *, reading: bool) -> None:

@@ -31,8 +31,9 @@ from torchslicer.transport.reader import FrameReader
 from torchslicer.transport.stream import TICK_S, PlainStream, Stream, TlsStream
 from torchslicer.transport.writer import FrameWriter
 
-# A UNIX socket's default buffer (208 KiB) makes sender and receiver take turns within one boundary tensor.
-_UNIX_BUFFER_BYTES = 4 << 20
+# A UNIX socket's default buffer (208 KiB) makes the sender of a larger tensor wait until the receiver has time for it;
+# buffers much beyond the caches make both slower.
+_UNIX_BUFFER_BYTES = 2 << 20
 _KEEPALIVE_S = 20
 
 
@@ -108,6 +109,25 @@ class SocketChannel:
                 )
                 self._reading_thread.start()
             self._ready = True
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the peer came through a UNIX socket: a process of this host and user."""
+        return self.peer.startswith("unix:")
+
+    def hand_over(self) -> ssl.SSLSocket:
+        """Give up the TLS connection, of which nothing was read yet, to whoever speaks another protocol on it.
+
+        Raises:
+            TransportError: The channel has ended, or speaks no TLS.
+        """
+        with self._starting:
+            if self._error is not None or not isinstance(self._stream, TlsStream):
+                raise PeerClosedError(f"the connection to {self.peer} cannot be handed over")
+            self._error = PeerClosedError(f"the connection to {self.peer} was handed over")
+            self._writer.end(self._error)
+            self._released = True
+            return self._stream.hand_over()
 
     def close(self, *, timeout_s: float = 1.0) -> None:
         """End the channel; queued frames get *timeout_s* to leave."""

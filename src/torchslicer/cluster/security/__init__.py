@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchslicer.cluster.security.addresses import Address, advertised_address, is_loopback, parse_address
 from torchslicer.cluster.security.identity import COORDINATOR, FIXED, Identity
 from torchslicer.cluster.security.join import JoinString, read_join_file, write_join_file
+from torchslicer.cluster.security.protection import Protection, protection_from_files
 from torchslicer.cluster.security.rule import Action, Decision, decide, decide_connect
 from torchslicer.cluster.security.secret import SecretBytes
 from torchslicer.cluster.security.tls import (
@@ -28,6 +29,7 @@ from torchslicer.cluster.security.tls import (
 if TYPE_CHECKING:
     from torchslicer.cluster.security.authority import Authority, write_deployment
     from torchslicer.cluster.security.exchange import join_run, serve
+    from torchslicer.cluster.security.gate import JoinGate
     from torchslicer.cluster.security.handshake import JoinClient, JoinServer, JoinSession, Reply
 
 __all__ = [
@@ -39,10 +41,12 @@ __all__ = [
     "Decision",
     "Identity",
     "JoinClient",
+    "JoinGate",
     "JoinServer",
     "JoinSession",
     "JoinString",
     "Material",
+    "Protection",
     "Reply",
     "SecretBytes",
     "advertised_address",
@@ -58,6 +62,7 @@ __all__ = [
     "names_of",
     "names_of_auth_context",
     "parse_address",
+    "protection_from_files",
     "read_join_file",
     "serve",
     "server_context",
@@ -69,6 +74,7 @@ _NEED_CRYPTOGRAPHY = {
     "Authority": "authority",
     "write_deployment": "authority",
     "JoinClient": "handshake",
+    "JoinGate": "gate",
     "JoinServer": "handshake",
     "JoinSession": "handshake",
     "Reply": "handshake",

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Callable, Iterable
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from functools import wraps
 from typing import TypeVar
 
@@ -191,6 +191,27 @@ def check_node(certificate: bytes, identity: Identity, *, authority: bytes, now:
             f"node certificate: expected that of {identity.uri}, got {', '.join(found)[:200] or 'none'}"
         )
     _check_time(parsed, now, "node certificate")
+
+
+@_typed("certificate")
+def identity_of(certificate: bytes) -> Identity | None:
+    """Return the node that a certificate in date is for, None if it is not one of ours.
+
+    Raises:
+        SecurityError: The bytes are no certificate, or it is out of date.
+    """
+    parsed = _load(certificate)
+    _check_time(parsed, datetime.now(timezone.utc), "certificate")
+    try:
+        names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    for name in names.get_values_for_type(x509.UniformResourceIdentifier):
+        scheme, _, rest = name.partition(":")
+        scope, slash, node = rest.partition("/")
+        if scheme == "torchslicer" and slash:
+            return Identity(scope, node)
+    return None
 
 
 @_typed("node certificate")

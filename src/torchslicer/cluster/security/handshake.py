@@ -36,7 +36,6 @@ from torchslicer.cluster.security.identity import COORDINATOR, Identity
 from torchslicer.cluster.security.join import JoinString
 from torchslicer.cluster.security.messages import (
     PROTOCOL,
-    REFUSALS,
     ROLES,
     JoinRefusedError,
     decode,
@@ -308,8 +307,7 @@ class JoinClient:
 def _expect(message: bytes, kind: str) -> dict[str, str]:
     found = decode(message, kind, "refused")
     if found["type"] == "refused":
-        reason = REFUSALS.get(found["code"], "for a reason that this version does not know")
-        raise SecurityError(f"join: the coordinator refuses: {reason}")
+        raise JoinRefusedError(found["code"], "the coordinator refuses: ")
     return found
 
 

@@ -36,9 +36,9 @@ REFUSALS: Mapping[str, str] = {
 class JoinRefusedError(SecurityError):
     """Joining is refused, for one of the reasons in ``REFUSALS``."""
 
-    def __init__(self, code: str) -> None:
-        """Keep the reason's code."""
-        super().__init__(f"join: {REFUSALS[code]}")
+    def __init__(self, code: str, who: str = "") -> None:
+        """Keep the reason's code, and say who refuses."""
+        super().__init__(f"join: {who}{REFUSALS.get(code, 'for a reason that this version does not know')}")
         self.code = code
 
 

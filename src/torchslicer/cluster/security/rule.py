@@ -61,7 +61,7 @@ class Decision:
             SecurityError: The rule refuses; the message names the three ways out.
         """
         if self.action is Action.REFUSE:
-            raise SecurityError(self.refusal)
+            raise SecurityError("; ".join((self.refusal, *self.warnings)))
         return self
 
 

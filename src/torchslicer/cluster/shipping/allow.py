@@ -51,7 +51,8 @@ class Allowed:
     """The allow-list of one worker.
 
     Args:
-        trusted_packages: Packages (or modules in them) whose classes and functions are accepted, and imported.
+        trusted_packages: Packages (or modules in them) whose classes and functions are accepted, and imported. They are
+            trusted whole: whoever sends a description may call any function that is defined in them.
         allow_builders: Patterns of builder references, ``"my_package.models:*"``.
 
     Raises:
@@ -123,6 +124,17 @@ class Allowed:
         if not isinstance(found, type) or issubclass(found, nn.Module) or not is_data_class(found):
             raise ShippingError(f"'{name}' is no enum, named tuple, dataclass or configuration")
         _check_plain(found)
+        return found
+
+    def output_class(self, name: Any) -> type:
+        """Return a named tuple or dataclass that a model returns; a graph calls its constructor.
+
+        Raises:
+            ShippingError: It is not accepted.
+        """
+        found = self._found(name, _DATA_HOMES)
+        if not isinstance(found, type) or not is_output_class(found):
+            raise ShippingError(f"'{name}' is no named tuple or dataclass that a model could return")
         return found
 
     def function(self, name: Any) -> Callable[..., Any]:
@@ -226,6 +238,11 @@ class Importable(Allowed):
             self.function(listed := name_of(function))
         return listed
 
+    def name_of_output_class(self, cls: type) -> str:
+        """Return the name of a class that a model returns, having checked that a worker can accept it."""
+        self.output_class(name := name_of(cls))
+        return name
+
     def name_of_data_class(self, cls: type) -> str:
         """Return the name of a class of plain data, having checked that a worker can accept it."""
         name = next((name for name, known in _NAMESPACES.items() if known is cls), None) or name_of(cls)
@@ -252,6 +269,13 @@ def is_data_class(cls: type) -> bool:
         or is_namedtuple(cls)
         or is_config(cls)
         or is_namespace(cls)
+    )
+
+
+def is_output_class(cls: type) -> bool:
+    """Whether *cls* is a named tuple or dataclass, and neither module nor configuration."""
+    return (is_namedtuple(cls) or dataclasses.is_dataclass(cls)) and not (
+        issubclass(cls, (nn.Module, enum.Enum)) or is_config(cls)
     )
 
 

@@ -191,7 +191,7 @@ class _StageWriter:
         if target.__module__ == "builtins":
             self.allowed.function(builtin)
             return builtin
-        return f"make {self.allowed.name_of_data_class(target)}"
+        return f"make {self.allowed.name_of_output_class(target)}"
 
     # -- the model -------------------------------------------------------------------------------------------------
 

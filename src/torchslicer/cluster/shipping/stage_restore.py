@@ -261,7 +261,7 @@ class _GraphReader:
         if kind == "apply":
             return self.allowed.autograd_function(rest).apply
         if kind == "make":
-            return self.allowed.data_class(rest)
+            return self.allowed.output_class(rest)
         return self.allowed.function(name)
 
     def _ambient(self, data: Any) -> Ambient:

@@ -1,0 +1,78 @@
+"""From what the user gave to how a node protects its connections: the start-up rule, applied."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torchslicer.cluster.security import Action, Protection, advertised_address, protection_from_files
+from torchslicer.config import RunConfig
+from torchslicer.config.environment import insecure_opt_in
+from torchslicer.config.sections import TlsSection
+
+if TYPE_CHECKING:
+    from torchslicer.cluster.security import JoinGate  # needs cryptography, an extra
+
+logger = logging.getLogger("torchslicer.distributed")
+
+Tls = TlsSection | Mapping[str, Any]
+
+
+def given_protection(config: RunConfig, *, tls: Tls | None = None, insecure: bool = False) -> Protection:
+    """Return what certificates and opt-ins were given.
+
+    Args:
+        config: Its section ``network`` is used where an argument is not given.
+        tls: The files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have.
+        insecure: The code's half of the opt-in to plain text.
+
+    Raises:
+        ConfigError: Only some of the files are given.
+        SecurityError: A file cannot be used.
+
+    Example:
+        >>> given_protection(RunConfig()).material is None
+        True
+    """
+    section = config.network.tls if tls is None else tls if isinstance(tls, TlsSection) else TlsSection(**tls)
+    files = section.files
+    found = Protection() if files is None else protection_from_files(*files, names=section.names)
+    return replace(
+        found,
+        insecure_argument=insecure or config.network.insecure,
+        insecure_environment=insecure_opt_in(),
+    )
+
+
+def protect_coordinator(address: str, run_id: str, protection: Protection) -> tuple[Protection, JoinGate | None, bool]:
+    """Apply the start-up rule to a coordinator that listens at *address*.
+
+    Returns:
+        How it protects its connections, where workers join if it makes certificates of its own, and whether it speaks
+        plain text with other machines.
+
+    Raises:
+        SecurityError: It may not listen there.
+        ConfigError: It needs certificates of its own, and the package that makes them is not installed.
+    """
+    decision = protection.check_bind(address, "coordinator")
+    for warning in decision.warnings:
+        logger.warning("%s", warning)
+    if decision.action is not Action.MAKE_OWN_CA:
+        return protection, None, decision.insecure
+    from torchslicer.cluster.security import JoinGate  # noqa: PLC0415 - needs cryptography, an extra
+
+    gate = JoinGate(run_id)
+    return gate.protection, gate, False
+
+
+def how_to_start(address: str, gate: JoinGate | None, protection: Protection) -> str:
+    """Return the command that starts a worker for a coordinator at *address*; say it if it holds a join string."""
+    if gate is not None:
+        command = gate.command(address)
+        logger.warning("start workers with: %s", command)
+        return command
+    files = " --tls-ca ca.pem --tls-cert NAME.pem --tls-key NAME.key" if protection.material is not None else ""
+    return f"torchslicer worker --coordinator {advertised_address(address)}{files}"

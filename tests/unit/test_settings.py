@@ -1,0 +1,79 @@
+"""What is passed to `train` over the configuration over the defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import torchslicer as ts
+from torchslicer.errors import ConfigError
+from torchslicer.settings import TrainSettings, build_options, resolve_config, schedule_of
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ("gpipe", 1)),
+        ({"num_microbatches": 4}, ("gpipe", 4)),
+        ({"n_micro_batches": 4}, ("gpipe", 4)),
+        ({"n_micro_batches": 4, "num_microbatches": 4}, ("gpipe", 4)),
+        ({"use_gpipe": True, "n_micro_batches": 3}, ("gpipe", 3)),
+        ({"schedule": "1f1b", "num_microbatches": 5}, ("1f1b", 5)),
+        ({"use_gpipe": True, "schedule": "gpipe", "num_microbatches": 2}, ("gpipe", 2)),
+        ({"use_gpipe": False}, ("gpipe", 1)),
+        ({"use_gpipe": False, "num_microbatches": 1}, ("gpipe", 1)),
+        ({"num_microbatches": "6"}, ("gpipe", 6)),
+    ],
+)
+def test_schedule_and_number_of_micro_batches(settings: dict[str, Any], expected: tuple[str, int]) -> None:
+    assert schedule_of(resolve_config(TrainSettings(**settings), None)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"use_gpipe": True, "schedule": "1f1b"}, "use_gpipe=True contradicts schedule='1f1b'"),
+        ({"use_gpipe": False, "num_microbatches": 4}, "use_gpipe=False contradicts 4 micro-batches"),
+        ({"n_micro_batches": 2, "num_microbatches": 4}, "n_micro_batches=2 contradicts num_microbatches=4"),
+        ({"num_microbatches": 0}, "n_micro"),
+        ({"epochs": 0}, "epochs"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve_config(TrainSettings(**settings), None)
+
+
+def test_arguments_beat_the_configuration_which_is_left_alone() -> None:
+    config = ts.RunConfig()
+    config.training.epochs = 7
+    config.pipeline.use_gpipe = True
+    config.pipeline.n_micro = 8
+    resolved = resolve_config(TrainSettings(epochs=2, schedule="1f1b"), config)
+    assert (resolved.training.epochs, schedule_of(resolved)) == (2, ("1f1b", 8))
+    assert (config.training.epochs, schedule_of(config)) == (7, ("gpipe", 8))
+    assert resolve_config(TrainSettings(), config).training.epochs == 7
+
+
+def test_options_carry_what_was_asked_for() -> None:
+    settings = TrainSettings(
+        num_microbatches=3, schedule="1f1b", accumulate=2, max_grad_norm=0.5, recompute="always", batch_norm="deferred",
+        mixed_precision=True, seed=9,
+    )  # fmt: skip
+    options = build_options(
+        resolve_config(settings, None), optimizer="adamw", criterion="mse", scheduler=None, num_stages=2,
+        shared_inputs=("mask",),
+    )  # fmt: skip
+    found = (
+        options.schedule, options.num_microbatches, options.accumulate, options.max_grad_norm, options.recompute,
+        options.batch_norm, options.mixed_precision, options.seed, options.shared_inputs, options.scheduler,
+    )  # fmt: skip
+    assert found == ("1f1b", 3, 2, 0.5, "always", "deferred", True, 9, ("mask",), None)
+
+
+@pytest.mark.parametrize("wrong", [{"optimizer": "adamx"}, {"criterion": "croos"}, {"scheduler": "StepL"}])
+def test_unknown_names_are_refused_with_the_nearest(wrong: dict[str, str]) -> None:
+    given: dict[str, Any] = {"optimizer": "adam", "criterion": "mse", "scheduler": None, **wrong}
+    with pytest.raises(ConfigError, match=r"did you mean|unknown"):
+        build_options(resolve_config(TrainSettings(), None), num_stages=2, **given)
