@@ -65,7 +65,11 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, public: Any, signer: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: Any,
+    signer: ec.EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)

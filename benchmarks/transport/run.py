@@ -50,7 +50,9 @@ class OurChannel:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.tensors = {size: torch.randint(0, 255, (size,), dtype=torch.uint8).view(torch.float32) for size in SIZES.values()}
+        self.tensors = {
+            size: torch.randint(0, 255, (size,), dtype=torch.uint8).view(torch.float32) for size in SIZES.values()
+        }
 
     def one_way(self, size: int, count: int) -> None:
         self._order("one_way", count)
@@ -211,7 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"# {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, {platform.machine()}, torch {torch.__version__}")
+    print(
+        f"# {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, {platform.machine()}, torch {torch.__version__}"
+    )
     print("kind      mode            size         bare     ours         ours/bare  of medians")
     rows = run(
         options.only,

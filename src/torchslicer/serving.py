@@ -26,7 +26,6 @@ from torchslicer.errors import (
     ConfigError,
     DeadlineError,
     PeerClosedError,
-    ProtocolError,
     SecurityError,
     TorchSlicerError,
     TransportError,
@@ -76,8 +75,8 @@ def run_worker(
         trust: Packages whose classes and functions may be used in models.
         join: The join string that the coordinator has printed; by default that in ``TORCHSLICER_JOIN``.
         join_file: A file with the join string, which only its owner can read.
-        tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default those of
-            ``run_config.network.tls``.
+        tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default
+            those of ``run_config.network.tls``.
         insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
         once: End when the first coordinator is gone.
         stop: Set it to end the worker from another thread.
@@ -142,12 +141,12 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def _node(name: str | None, protection: Protection) -> str:
-    """Return this worker's name: with certificates of ours, the one in its certificate."""
-    if protection.node and name not in (None, protection.node):
+    """Return this worker's name: with certificates of ours the one in its certificate, unless a driver started it."""
+    if protection.node and protection.node != COORDINATOR and name not in (None, protection.node):
         raise SecurityError(
             f"--name {name}: the certificate is for {protection.node!r}; leave --name out, or give this worker its own"
         )
-    return protection.node or name or f"{socket.gethostname()}-{os.getpid()}"
+    return name or protection.node or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _identity_label(node: str) -> str:

@@ -116,9 +116,7 @@ class TestGrpc(ChannelConformance):
     @contextlib.contextmanager
     def pair(self, options: ChannelOptions) -> Pair:
         listener = channels.GrpcListener("127.0.0.1:0", credentials=self.server_credentials(), options=options)
-        left = channels.connect(
-            listener.address, timeout_s=10, credentials=self.client_credentials(), options=options
-        )
+        left = channels.connect(listener.address, timeout_s=10, credentials=self.client_credentials(), options=options)
         right = listener.accept(timeout_s=5)
         yield left, right
         left.close()

@@ -96,7 +96,9 @@ def test_payload_that_stops_is_given_up() -> None:
     header = encode_header(Frame.of_tensor(FrameKind.FORWARD, torch.ones(1000), value=8).header)
     with stranger(QUICK) as (raw, channel):
         raw.sendall(header + bytes(10))
-        with pytest.raises(PeerClosedError, match=r"sent 10 of 4000 bytes of FORWARD .*value 8.* nothing more for 0.3 s"):
+        with pytest.raises(
+            PeerClosedError, match=r"sent 10 of 4000 bytes of FORWARD .*value 8.* nothing more for 0.3 s"
+        ):
             channel.receive(timeout_s=WAIT_S)
 
 
@@ -235,9 +237,7 @@ def client_context(trusted: trustme.CA, own: trustme.CA | None) -> ssl.SSLContex
 def test_tls_refuses(case: str) -> None:
     ca, other = trustme.CA(), trustme.CA()
     name = "elsewhere.example" if case == "wrong name" else "127.0.0.1"
-    tls = client_context(
-        other if case == "wrong authority" else ca, None if case == "no client certificate" else ca
-    )
+    tls = client_context(other if case == "wrong authority" else ca, None if case == "no client certificate" else ca)
     listener = TcpListener("127.0.0.1:0", tls=server_context(ca, name))
     errors: list[TransportError] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -72,3 +73,27 @@ def test_modules_that_a_pack_function_makes_are_evaluated_in_evaluation_mode() -
     sliced = ts.slice(model, n=2, pack=lambda _: made)
     assert torch.equal(sliced.predict([BATCH[0]]), model(BATCH[0]).detach())
     assert made[0].drop.training
+
+
+def test_an_attribute_that_changes_during_training_is_refused() -> None:
+    class Change(ts.TrainingCallback):
+        def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
+            model.factor = 3.0
+
+    model = Scaled()
+    sliced = ts.slice(model, n=2)
+    with pytest.raises(ts.SliceError, match="during training"):
+        sliced.train([BATCH], "sgd", "cross_entropy", epochs=2, callbacks=[Change()], run_dir=False)
+
+
+def test_a_module_kept_whole_may_change_its_own_attributes() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x) if bool(x.sum() > -1e9) else x
+
+    model = nn.Sequential(nn.Linear(8, 8), Counting(8, 8), nn.Linear(8, 3))
+    ts.slice(model, n=3).train([BATCH], "sgd", "cross_entropy", epochs=2, run_dir=False)
+    assert model[1].calls > 2

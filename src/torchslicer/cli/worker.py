@@ -33,23 +33,11 @@ _MAX_JOIN_BYTES = 1024
 @click.option("--once", is_flag=True, help="End when the first coordinator is gone.")
 @click.option("--log-level", default="INFO", show_default=True, help="What to log to stderr.")
 @click.option("--exit-with-stdin", is_flag=True, hidden=True, help="End when standard input is closed.")
-def worker(  # noqa: PLR0913 - one for each option that is not handed on as it is
-    tags: str,
-    trust: tuple[str, ...],
-    log_level: str,
-    join: str | None,
-    tls_ca: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    tls_names: tuple[str, ...],
-    *,
-    exit_with_stdin: bool,
-    **options: object,
-) -> None:
+def worker(*, tags: str, trust: tuple[str, ...], log_level: str, exit_with_stdin: bool, **options: object) -> None:
     """Serve as a worker: hold the stages that a coordinator gives out, for run after run.
 
-    Other users of this machine can see arguments: give the join string in the variable TORCHSLICER_JOIN, in a file, or
-    on stdin where that matters.
+    Other users of this machine can see arguments: where that matters, give the join string in the variable
+    TORCHSLICER_JOIN, in a file, or on stdin.
     """
     from torchslicer.serving import run_worker  # noqa: PLC0415 - imports torch
 
@@ -58,13 +46,14 @@ def worker(  # noqa: PLR0913 - one for each option that is not handed on as it i
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(log_level.upper())
-    join = sys.stdin.buffer.readline(_MAX_JOIN_BYTES).decode("ascii", "replace").strip() if join == "-" else join
-    tls = {"ca": tls_ca, "cert": tls_cert, "key": tls_key, "names": list(tls_names)}
+    if options["join"] == "-":
+        options["join"] = sys.stdin.buffer.readline(_MAX_JOIN_BYTES).decode("ascii", "replace").strip()
+    tls = {key: options.pop(f"tls_{key}") for key in ("ca", "cert", "key", "names")}
     stop = threading.Event()
     if exit_with_stdin:
         threading.Thread(target=_follow_stdin, args=(stop,), daemon=True).start()
     names = [tag.strip() for tag in tags.split(",") if tag.strip()] or None
-    run_worker(tags=names, trust=trust, stop=stop, join=join, tls=tls if any(tls.values()) else None, **options)  # type: ignore[arg-type]
+    run_worker(tags=names, trust=trust, stop=stop, tls=tls if any(tls.values()) else None, **options)  # type: ignore[arg-type]
 
 
 def _follow_stdin(stop: threading.Event) -> None:

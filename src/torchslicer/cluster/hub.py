@@ -247,13 +247,17 @@ def open_link(
     channel, kind = dial(endpoints, host, node=node, transport=transport, protection=protection, timeout_s=timeout_s)
     try:
         send_message(channel, attach)
-        frame = _patiently(channel, timeout_s, check)
-        if not isinstance(frame.payload, bytes) or not isinstance(decode(frame.payload), Attached):
-            raise ProtocolError(f"{channel.peer} did not take the connection")
+        _await_attached(channel, timeout_s, check)
     except BaseException:
         channel.close()
         raise
     return channel, kind
+
+
+def _await_attached(channel: Channel, timeout_s: float, check: Callable[[], None]) -> None:
+    payload = _patiently(channel, timeout_s, check).payload
+    if not isinstance(payload, bytes) or not isinstance(decode(payload), Attached):
+        raise ProtocolError(f"{channel.peer} did not take the connection")
 
 
 def _patiently(channel: Channel, timeout_s: float, check: Callable[[], None]) -> Frame:
@@ -283,7 +287,7 @@ def dial(
     kind = "grpc" if transport == "grpc" and "grpc" in by_kind else "tcp"
     if kind not in by_kind:
         raise TransportError(f"{node} offers no {kind} address; it offers {sorted(by_kind.values())}")
-    address = by_kind[kind]  # type: ignore[index]
+    address = by_kind[kind]
     protection.check_connect(address)
     name = protection.server_name(node, address)
     if kind == "grpc":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torchslicer.executors.base import Cut, ForwardResult, StepResult
 from torchslicer.executors.checks import check_inputs_stay, check_statistics
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
 from torchslicer.executors.processes import LocalWorkers
-from torchslicer.executors.protect import Tls, given_protection, how_to_start, protect_coordinator
+from torchslicer.executors.protect import Tls, given_protection, how_to_start, protect_coordinator, worker_options
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
 from torchslicer.pipeline.optimizers import clip_coefficient, global_norm
@@ -59,8 +60,8 @@ class DistributedExecutor:
         host_stage: 0 lets a process of this machine, started and stopped by the executor, hold stage 0, so that the
             inputs stay here; the peers of a `StaticDiscovery` hold the other stages.
         host_threads: Threads of torch in that process; by default the cores, shared with workers on this machine.
-        tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default those of
-            ``run_config.network.tls``. A coordinator that listens beyond loopback and has none makes its own;
+        tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default
+            those of ``run_config.network.tls``. A coordinator that listens beyond loopback and has none makes its own;
             ``join_command`` then is the line that starts a worker.
         insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
         stall_timeout_s: How long nothing at all may come from the workers of a run before it is given up. Workers that
@@ -125,7 +126,8 @@ class DistributedExecutor:
             self.address = listener.address
             self.join_command = self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
             self.coordinator.listen(listener)
-        self._host = None if host_stage is None else _HostedStage(self.coordinator, host_threads)
+        options = worker_options(self.config, tls=tls, protection=self.protection)
+        self._host = None if host_stage is None else _HostedStage(self.coordinator, host_threads, options)
         self._local = LocalExecutor()
         self._generation = 0
         self._run: ClusterRun | None = None
@@ -274,7 +276,7 @@ class DistributedExecutor:
         """Stop listening and end all connections; with *shut_workers*, tell the workers to exit."""
         self.teardown(failed=True)  # a run that is still there: nobody was left to end it
         if self._host is not None:
-            self._host.stop()
+            self._host.close()
         self.coordinator.close(shut_workers=shut_workers)
 
     def __enter__(self) -> Self:
@@ -290,11 +292,13 @@ class DistributedExecutor:
 
 
 class _HostedStage:
-    """A worker process of this machine that holds stage 0; it reaches the executor over loopback only."""
+    """A worker process of this machine that holds stage 0; it reaches the executor through a UNIX socket."""
 
-    def __init__(self, coordinator: Coordinator, threads: int | None) -> None:
+    def __init__(self, coordinator: Coordinator, threads: int | None, options: Sequence[str]) -> None:
         self._coordinator = coordinator
         self._threads = threads
+        self._options = tuple(options)
+        self._folder = tempfile.TemporaryDirectory(prefix="torchslicer-")  # mode 0700
         self._workers: LocalWorkers | None = None
         self._address = ""
 
@@ -311,13 +315,20 @@ class _HostedStage:
     def _started(self, required: Sequence[str]) -> Member:
         self.stop()
         if not self._address:
-            listener = TcpListener("127.0.0.1:0")
+            listener = TcpListener(f"unix:{self._folder.name}/driver")
             self._address = listener.address
             self._coordinator.listen(listener)
         name = f"driver-{secrets.token_hex(4)}"
-        self._workers = LocalWorkers(self._address, [name], threads=self._threads, trust=required)
+        self._workers = LocalWorkers(
+            self._address, [name], threads=self._threads, trust=required, options=self._options
+        )
         self._workers.wait_for(lambda: int(name in self._coordinator.members), timeout_s=_HOST_START_TIMEOUT_S)
         return self._coordinator.members[name]
+
+    def close(self) -> None:
+        """End the process and remove the socket's folder."""
+        self.stop()
+        self._folder.cleanup()
 
     def stop(self) -> None:
         """End the process."""

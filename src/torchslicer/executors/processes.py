@@ -34,6 +34,7 @@ class LocalWorkers:
         threads: Threads of torch in each; by default the cores are shared.
         trust: Packages that models may use.
         device: Where they compute.
+        options: Further options of ``torchslicer worker``.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class LocalWorkers:
         threads: int | None = None,
         trust: Sequence[str] = (),
         device: str = "cpu",
+        options: Sequence[str] = (),
     ) -> None:
         self.names = tuple(names)
         self.trust = tuple(trust)
-        options = ["--coordinator", address, "--device", device]
+        options = ["--coordinator", address, "--device", device, *options]
         options += ["--log-level", "WARNING", "--exit-with-stdin", "--once"]
         options += ["--threads", str(threads)] if threads else []
         options += [part for package in trust for part in ("--trust", package)]
@@ -144,5 +146,6 @@ class LocalWorkers:
 def _environment() -> dict[str, str]:
     """Return this process's environment, with its import path: what can be imported here can be imported there."""
     folders = [str(Path(entry or ".").resolve()) for entry in sys.path if Path(entry or ".").is_dir()]
-    inherited = os.environ  # noqa: TID251 - handed on as it is, not read
+    inherited = dict(os.environ)  # noqa: TID251 - handed on as it is, not read
+    inherited.pop("TORCHSLICER_JOIN", None)  # of another coordinator
     return {**inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}

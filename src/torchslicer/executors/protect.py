@@ -36,7 +36,7 @@ def given_protection(config: RunConfig, *, tls: Tls | None = None, insecure: boo
         >>> given_protection(RunConfig()).material is None
         True
     """
-    section = config.network.tls if tls is None else tls if isinstance(tls, TlsSection) else TlsSection(**tls)
+    section = _section(config, tls)
     files = section.files
     found = Protection() if files is None else protection_from_files(*files, names=section.names)
     return replace(
@@ -76,3 +76,18 @@ def how_to_start(address: str, gate: JoinGate | None, protection: Protection) ->
         return command
     files = " --tls-ca ca.pem --tls-cert NAME.pem --tls-key NAME.key" if protection.material is not None else ""
     return f"torchslicer worker --coordinator {advertised_address(address)}{files}"
+
+
+def worker_options(config: RunConfig, *, tls: Tls | None, protection: Protection) -> list[str]:
+    """Return the options by which a worker that a driver starts protects its connections as the driver does."""
+    section = _section(config, tls)
+    files = section.files
+    options = [] if files is None else ["--tls-ca", files[0], "--tls-cert", files[1], "--tls-key", files[2]]
+    options += [part for name in section.names for part in ("--tls-name", name)]
+    return [*options, "--insecure"] if protection.insecure_argument else options
+
+
+def _section(config: RunConfig, tls: Tls | None) -> TlsSection:
+    if tls is None:
+        return config.network.tls
+    return tls if isinstance(tls, TlsSection) else TlsSection(**tls)

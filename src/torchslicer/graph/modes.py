@@ -16,15 +16,21 @@ Settings = tuple[tuple[str, int, tuple[tuple[str, object], ...]], ...]
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def settings_of(model: nn.Module) -> Settings:
-    """Return what a trace takes for granted: which modules there are, and their plain attributes.
+def settings_of(graph: ModelGraph) -> Settings:
+    """Return what a trace takes for granted: which modules there are, and the plain attributes that it has read.
 
-    ``training`` flags are among them, and numbers such as a drop rate that forward passes read.
+    ``training`` flags are among them, and numbers such as a drop rate. Modules that the graph calls whole read their
+    attributes anew at each call, so theirs do not count.
     """
+    whole = {id(child) for module in graph.modules.values() for child in module.modules()}
     return tuple(
-        (path, id(module), tuple((name, value) for name, value in vars(module).items() if type(value) in _PLAIN))
-        for path, module in model.named_modules(remove_duplicate=False)
+        (path, id(module), () if id(module) in whole else _plain_attributes(module))
+        for path, module in graph.model.named_modules(remove_duplicate=False)
     )
+
+
+def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    return tuple((name, value) for name, value in vars(module).items() if type(value) in _PLAIN)
 
 
 @contextlib.contextmanager
@@ -54,13 +60,17 @@ class ModeGraphs:
     evaluation: ModelGraph
     settings: Settings
 
+    def is_current(self) -> bool:
+        """Whether the model is still as it was when it was traced."""
+        return self.settings == settings_of(self.training)
+
 
 def trace_modes(model: nn.Module, trace: Callable[[], ModelGraph]) -> ModeGraphs:
     """Trace *model* as it is and in evaluation mode."""
     training = trace()
     with evaluation_mode(model):
         evaluation = trace()
-    return ModeGraphs(training, evaluation, settings_of(model))
+    return ModeGraphs(training, evaluation, settings_of(training))
 
 
 def stages_of_evaluation(graphs: ModeGraphs, stage_of: Sequence[int]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ except ImportError as error:
         "transport 'grpc' needs the package grpcio: pip install 'torchslicer[grpc]', or choose transport 'tcp'"
     ) from error
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 1 << 20
 _METHOD, _SERVICE = "Frames", "torchslicer.Channel"
 _TICK_S = 0.5
 # Both sides agree, or a server ends the connection over "too many pings" (its default allows one in five minutes).
@@ -325,7 +325,7 @@ def connect(
         TransportError: Nobody listens there, or the handshake failed.
         DeadlineError: The listener did not answer in time.
     """
-    settings = list(_CLIENT_OPTIONS)
+    settings: list[tuple[str, Any]] = list(_CLIENT_OPTIONS)
     if server_hostname is not None:
         settings.append(("grpc.ssl_target_name_override", server_hostname))
     if credentials is None:

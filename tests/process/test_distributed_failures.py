@@ -1,0 +1,490 @@
+"""Whatever goes wrong: an error in time that says where, and workers that serve the next run. With real processes.
+
+The workers of the module outlive the tests. Each test has a coordinator of its own on the port that they know, so that
+every test also shows that workers come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import torchslicer as ts
+from tests.support.cluster import Program, worker_program, write_script
+from tests.support.saboteur import NUM_STAGES, Saboteur, batches, model_with
+from torchslicer.callbacks import TrainingCallback
+from torchslicer.config import RunConfig
+from torchslicer.discovery import CoordinatorDiscovery
+from torchslicer.errors import (
+    CallbackError,
+    NonFiniteLossError,
+    StageError,
+    TransportError,
+    WorkerFailureError,
+)
+from torchslicer.executors.distributed import DistributedExecutor
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("one_thread")]
+
+INTERVAL_S, TIMEOUT_S = 0.3, 0.7
+GIVEN_UP_S = 2 * (INTERVAL_S + TIMEOUT_S)
+CONFIG = RunConfig.create(fault_tolerance={"heartbeat_interval_s": INTERVAL_S, "ping_timeout_s": TIMEOUT_S})
+SLACK_S = 2.0
+"""What a busy machine adds to a stated time."""
+SGD = {"name": "SGD", "params": {"lr": 0.1}}
+
+
+@dataclass
+class Crew:
+    """Workers that know one port, and the executor of the test."""
+
+    port: int
+    programs: dict[str, Program] = field(default_factory=dict)
+    executor: DistributedExecutor = None  # type: ignore[assignment]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def hire(self) -> None:
+        """Start those who are missing."""
+        for name in (f"worker-{index}" for index in range(NUM_STAGES)):
+            if name in self.programs and self.programs[name].process.poll() is None:
+                continue
+            if name in self.programs:
+                self.programs.pop(name).close()
+            self.programs[name] = worker_program("--coordinator", self.address, "--name", name)
+
+    def signal(self, stage: int, number: int) -> None:
+        self.programs[f"worker-{stage}"].process.send_signal(number)
+
+    def wait_for(self, count: int = NUM_STAGES) -> None:
+        self.executor.coordinator.wait_for(count, timeout_s=60.0)
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            with contextlib.suppress(ProcessLookupError):
+                program.process.send_signal(signal.SIGCONT)
+            program.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def hired() -> Iterator[Crew]:
+    crew = Crew(free_port())
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def crew(hired: Crew) -> Iterator[Crew]:
+    """The workers, registered with an executor of this test."""
+    hired.hire()
+    hired.executor = executor_at(hired.address)
+    try:
+        hired.wait_for()
+        yield hired
+    finally:
+        hired.executor.close()
+
+
+def executor_at(address: str, **options: Any) -> DistributedExecutor:
+    return DistributedExecutor(CoordinatorDiscovery(run_id="failures"), address, CONFIG, **options)
+
+
+def train(crew: Crew, model: torch.nn.Module, data: Any = None, *, optimizer: Any = SGD, **options: Any) -> Any:
+    sliced = ts.slice(model, n=NUM_STAGES, executor=crew.executor)
+    options = {"epochs": 1, "run_dir": False, "num_microbatches": 2, **options}
+    return sliced.train(batches() if data is None else data, optimizer, "mse", **options)
+
+
+def assert_usable(crew: Crew) -> None:
+    """Fail unless the same workers train in the same executor, to the same bits as without them."""
+    model = model_with()
+    alone = copy.deepcopy(model)
+    data = batches(2)
+    got = train(crew, model, data)
+    want = ts.slice(alone, n=NUM_STAGES).train(data, SGD, "mse", epochs=1, run_dir=False, num_microbatches=2)
+    assert got[0]["loss"] == want[0]["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    assert took < seconds, f"took {took:.1f} s, allowed are {seconds:.1f} s"
+
+
+def pids(crew: Crew) -> list[int]:
+    return [program.process.pid for program in crew.programs.values()]
+
+
+# A stage raises
+
+
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+@pytest.mark.parametrize("harm", ["raise", "backward"])
+def test_a_stage_raises(crew: Crew, harm: str, stage: int) -> None:
+    before = pids(crew)
+    with within(10), pytest.raises(StageError) as caught:
+        train(crew, model_with(Saboteur(harm), stage))
+    doing = "backward" if harm == "backward" else "forward"
+    head, text = str(caught.value).split("\n", 1)
+    assert re.match(rf"stage {stage} on worker 'worker-{stage}' \(127\.0\.0\.1:\d+\): {doing} of .*ValueError: boom", head)
+    assert "Traceback on the worker:" in text
+    assert 'raise ValueError("boom")' in text
+    assert "tests/support/saboteur.py" in text
+    assert_usable(crew)
+    assert pids(crew) == before
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("width", "shapes|size"),
+        ("exit", "SystemExit: 3"),
+        ("unprintable", "UnprintableError"),
+        ("surrogate", r"half a character \?"),
+    ],
+)
+def test_other_errors_of_a_stage(crew: Crew, harm: str, words: str) -> None:
+    with within(10), pytest.raises(StageError, match=rf"stage 1 on worker 'worker-1' .*({words})"):
+        train(crew, model_with(Saboteur(harm)))
+    assert_usable(crew)
+
+
+def test_an_optimizer_step_raises(crew: Crew) -> None:
+    with within(10), pytest.raises(StageError, match=r"stage \d on worker 'worker-\d' .*RuntimeError: SparseAdam does not"):
+        train(crew, model_with(), optimizer={"name": "SparseAdam", "params": {"lr": 0.1}})
+    assert_usable(crew)
+
+
+def test_the_loss_is_not_finite(crew: Crew) -> None:
+    with within(10), pytest.raises(NonFiniteLossError, match=r"step 1: the loss is nan; no parameter was updated"):
+        train(crew, model_with(Saboteur("nan")))
+    assert_usable(crew)
+
+
+def test_a_stage_raises_in_evaluation(crew: Crew) -> None:
+    with within(10), pytest.raises(StageError, match="stage 1 on worker 'worker-1' .*boom"):
+        train(crew, model_with(Saboteur("raise", at=5)), batches(2), eval_loader=batches(2))
+    assert_usable(crew)
+
+
+# The driver's own errors
+
+
+class _Raises(TrainingCallback):
+    def on_step_end(self, *_: Any) -> None:
+        raise KeyError("mine")
+
+
+def test_a_callback_raises(crew: Crew) -> None:
+    with within(10), pytest.raises(CallbackError):
+        train(crew, model_with(), callbacks=[_Raises()])
+    assert_usable(crew)
+
+
+class _Broken:
+    def __iter__(self) -> Iterator[Any]:
+        yield from batches(3)
+        raise OSError("the disk is gone")
+
+
+def test_the_loader_raises(crew: Crew) -> None:
+    with within(10), pytest.raises(OSError, match="the disk is gone"):
+        train(crew, model_with(), _Broken())
+    assert_usable(crew)
+
+
+# Workers that die
+
+
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+def test_a_worker_is_killed_in_a_step(crew: Crew, stage: int) -> None:
+    with within(GIVEN_UP_S + SLACK_S), pytest.raises(WorkerFailureError) as caught:
+        train(crew, model_with(Saboteur("SIGKILL"), stage))
+    assert f"stage {stage} on worker 'worker-{stage}' (127.0.0.1:" in str(caught.value)
+    assert [member.node for member in crew.executor.coordinator.wait_for(2, timeout_s=5.0)] == [
+        f"worker-{index}" for index in range(NUM_STAGES) if index != stage
+    ]
+    crew.hire()
+    assert_usable(crew)
+
+
+class _Kills(TrainingCallback):
+    """Sends a signal to a worker after a step."""
+
+    def __init__(self, crew: Crew, stage: int, number: int) -> None:
+        self.crew, self.stage, self.number = crew, stage, number
+        self.done_at = 0.0
+
+    def on_step_end(self, step: int, *_: Any) -> None:
+        if step == 1:
+            self.crew.signal(self.stage, self.number)
+            self.done_at = time.monotonic()
+
+
+def test_a_worker_is_killed_while_idle(crew: Crew) -> None:
+    crew.signal(2, signal.SIGKILL)
+    crew.programs["worker-2"].wait()
+    crew.hire()  # a new one of the same name takes its place
+    assert_usable(crew)
+
+
+def test_a_worker_is_killed_between_steps(crew: Crew) -> None:
+    killer = _Kills(crew, 1, signal.SIGKILL)
+    with pytest.raises(WorkerFailureError, match="stage 1 on worker 'worker-1' .* failed"):
+        train(crew, model_with(), batches(50), callbacks=[killer])
+    assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
+    crew.hire()
+    assert_usable(crew)
+
+
+def test_a_worker_is_killed_while_it_is_set_up(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchslicer.cluster.run import ClusterRun
+
+    link = ClusterRun._link
+
+    def killing(run: ClusterRun, rank: int, member: Any) -> None:
+        if rank == 1:
+            crew.signal(0, signal.SIGKILL)
+            crew.programs["worker-0"].wait()
+        link(run, rank, member)
+
+    monkeypatch.setattr(ClusterRun, "_link", killing)
+    with within(10), pytest.raises(WorkerFailureError, match="stage 0 on worker 'worker-0'"):
+        train(crew, model_with())
+    monkeypatch.undo()
+    crew.hire()
+    with within(30):
+        assert_usable(crew)
+
+
+def test_a_worker_is_told_to_stop_during_a_run(crew: Crew) -> None:
+    killer = _Kills(crew, 1, signal.SIGTERM)
+    with within(10), pytest.raises(WorkerFailureError, match=r"stage 1 on worker 'worker-1' .*was told to stop"):
+        train(crew, model_with(), batches(50), callbacks=[killer])
+    assert crew.programs["worker-1"].wait(timeout_s=10.0) == 0
+    crew.hire()
+    assert_usable(crew)
+
+
+# Workers that go silent, are slow, or are cut off
+
+
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+def test_a_worker_goes_silent_and_comes_back(crew: Crew, stage: int) -> None:
+    killer = _Kills(crew, stage, signal.SIGSTOP)
+    with pytest.raises(WorkerFailureError, match=f"stage {stage} on worker 'worker-{stage}' .* no sign of life"):
+        train(crew, model_with(), batches(50), callbacks=[killer])
+    assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
+    crew.executor.coordinator.wait_for(2, timeout_s=5.0)
+    crew.signal(stage, signal.SIGCONT)  # what it sends now belongs to a run that is over
+    assert_usable(crew)
+
+
+def test_a_worker_goes_silent_while_much_is_sent_to_it(crew: Crew) -> None:
+    """The driver waits for room in a queue then, not for a message."""
+    killer = _Kills(crew, 0, signal.SIGSTOP)
+    wide = torch.nn.Sequential(torch.nn.Linear(1 << 20, 1), torch.nn.Tanh(), torch.nn.Linear(1, 1))
+    data = [(torch.zeros(32, 1 << 20), torch.zeros(32, 1)) for _ in range(3)]  # 128 MB each
+    with pytest.raises(WorkerFailureError, match="stage 0 on worker 'worker-0' .* no sign of life"):
+        train(crew, wide, data, callbacks=[killer], epochs=5)
+    assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
+    crew.signal(0, signal.SIGCONT)
+    assert_usable(crew)
+
+
+def test_a_worker_goes_silent_while_it_is_set_up(crew: Crew) -> None:
+    crew.signal(1, signal.SIGSTOP)
+    with within(GIVEN_UP_S + SLACK_S), pytest.raises(WorkerFailureError, match="stage 1 on worker 'worker-1' .* no sign"):
+        train(crew, model_with())
+    crew.signal(1, signal.SIGCONT)
+    with within(10):
+        assert_usable(crew)
+
+
+def test_a_slow_worker_is_not_given_up(crew: Crew) -> None:
+    history = train(crew, model_with(Saboteur("sleep", seconds=2 * GIVEN_UP_S)))
+    assert len(history) == 1
+    assert len(crew.executor.coordinator.live()) == NUM_STAGES
+
+
+def test_the_connection_between_workers_breaks(crew: Crew) -> None:
+    before = pids(crew)
+    with within(10), pytest.raises(WorkerFailureError, match=r"stage \d on worker .* the connection to stage \d .*broke"):
+        train(crew, model_with(Saboteur("links")))
+    assert_usable(crew)
+    assert pids(crew) == before
+
+
+def test_a_stage_that_never_returns(crew: Crew) -> None:
+    crew.executor.stall_timeout_s = 1.5
+    with within(1.5 + 3 + SLACK_S), pytest.raises(WorkerFailureError) as caught:
+        train(crew, model_with(Saboteur("sleep", seconds=7.0)))
+    text = str(caught.value)
+    assert re.match(r"stage 1 on worker 'worker-1' \(127\.0\.0\.1:\d+\): nothing came for 1.5 s", text)
+    assert re.search(r"stage 1 on worker 'worker-1' .* computes: step 1", text)
+    assert re.search(r"stage 2 on worker 'worker-2' .* waits for FORWARD of pass 2, stage 2", text)
+    assert len(crew.executor.coordinator.live()) == NUM_STAGES  # it is still there, and given nothing until it is through
+    assert_usable(crew)
+
+
+# Who may register
+
+
+def test_too_few_workers(crew: Crew) -> None:
+    crew.executor.discovery = CoordinatorDiscovery(run_id="failures", timeout_s=0.3)
+    deep = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    with within(5), pytest.raises(WorkerFailureError) as caught:
+        ts.slice(deep, n=4, executor=crew.executor).train(batches(1), SGD, "mse", epochs=1, run_dir=False)
+    text = str(caught.value)
+    assert f"4 workers are needed, 3 registered at {crew.address} within 0.3 s: worker 'worker-0'" in text
+    assert f"torchslicer worker --coordinator {crew.address}" in text
+    crew.executor.discovery = CoordinatorDiscovery(run_id="failures")
+    assert_usable(crew)
+
+
+OTHER_VERSION = """
+import sys
+import torchslicer.cluster.worker as worker
+worker.__version__ = "0.0.1"
+import torchslicer as ts
+ts.run_worker(sys.argv[1], name="old")
+"""
+
+
+def test_a_worker_of_another_version(crew: Crew, tmp_path: Any) -> None:
+    with Program([write_script(tmp_path, OTHER_VERSION), crew.address]) as program:
+        assert program.wait() != 0
+        assert re.search(r"refused this worker: it has torchslicer 0\.0\.1, the coordinator \d", program.output)
+    [reason] = crew.executor.coordinator.refused
+    assert "it has torchslicer 0.0.1" in reason
+    assert_usable(crew)
+
+
+def test_a_second_worker_of_the_same_name_is_refused(crew: Crew) -> None:
+    with worker_program("--coordinator", crew.address, "--name", "worker-1") as program:
+        assert program.wait() != 0
+        assert "a worker of the name 'worker-1' is registered already" in program.output
+    assert_usable(crew)
+
+
+def test_the_port_is_in_use(crew: Crew) -> None:
+    with within(5), pytest.raises(TransportError, match=f"cannot listen on {crew.address}: .*choose another"):
+        executor_at(crew.address)
+    assert_usable(crew)
+
+
+# The driver ends
+
+DRIVER = """
+import sys, torch
+import torchslicer as ts
+from tests.process.test_distributed_failures import executor_at
+from tests.support.saboteur import batches, model_with
+
+class Tells(ts.TrainingCallback):
+    def on_step_end(self, step, metrics):
+        print("step", step, flush=True)
+
+with executor_at(sys.argv[1]) as executor:
+    ts.slice(model_with(), n=3, executor=executor).train(batches(100000), {"name": "SGD", "params": {"lr": 0.1}}, "mse",
+        epochs=1, run_dir=False, callbacks=[Tells()])
+"""
+
+
+def run_driver(crew: Crew, folder: Any) -> Program:
+    crew.executor.close()
+    return Program([write_script(folder, DRIVER), crew.address], env={**os.environ, "PYTHONPATH": os.getcwd()})
+
+
+def test_the_driver_is_killed(crew: Crew, tmp_path: Any) -> None:
+    before = pids(crew)
+    with run_driver(crew, tmp_path) as driver:
+        driver.wait_for("^step 5")
+        driver.process.kill()
+        driver.wait()
+    crew.executor = executor_at(crew.address)
+    crew.wait_for()
+    assert_usable(crew)
+    assert pids(crew) == before
+
+
+def test_control_c_in_the_driver(crew: Crew, tmp_path: Any) -> None:
+    before = pids(crew)
+    with run_driver(crew, tmp_path) as driver:
+        driver.wait_for("^step 5")
+        driver.process.send_signal(signal.SIGINT)
+        with within(10):
+            assert driver.wait() not in (0, None)
+        assert "KeyboardInterrupt" in driver.output
+    crew.executor = executor_at(crew.address)
+    crew.wait_for()
+    assert_usable(crew)
+    assert pids(crew) == before
+
+
+def test_control_c_in_a_notebook(crew: Crew) -> None:
+    """The process goes on, and so do the executor and its workers."""
+    before = pids(crew)
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with within(10), pytest.raises(KeyboardInterrupt):
+        train(crew, model_with(), batches(100_000))
+    timer.join()
+    crew.wait_for()
+    assert_usable(crew)
+    assert pids(crew) == before
+
+
+def test_the_log_of_a_worker_is_short(crew: Crew) -> None:
+    program = crew.programs["worker-2"]
+    start = len(program.lines)
+    assert_usable(crew)
+    with pytest.raises(StageError):
+        train(crew, model_with(Saboteur("raise"), 1))
+    assert_usable(crew)
+    assert len(program.lines) - start <= 2, program.output
+
+
+@pytest.mark.slow
+def test_nothing_accumulates(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    sizes: dict[int, list[int]] = {}
+
+    class Measures(TrainingCallback):
+        def on_step_end(self, step: int, *_: Any) -> None:
+            if step % 100 == 99:
+                for pid in (os.getpid(), *pids(crew)):
+                    sizes.setdefault(pid, []).append(resident_bytes(pid))
+                assert len(crew.executor.coordinator._inbox) < 10
+
+    train(crew, model_with(), batches(600, samples=256), callbacks=[Measures()], max_grad_norm=1.0)
+    for found in sizes.values():
+        assert found[-1] - found[1] < 8 << 20, sizes
+
+
+def resident_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,107 @@
+"""A layer that does harm in worker processes, and a model with one in the stage of one's choice."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+NUM_STAGES = 3
+WIDTH = 8
+_PASSES: Counter[str] = Counter()
+
+
+class UnprintableError(Exception):
+    """An error as users write them at worst."""
+
+    rank = "not a number"
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+class Saboteur(nn.Module):
+    """Passes its input on, but in the *at*-th pass of a process other than the one it was made in it does *harm*."""
+
+    def __init__(self, harm: str, at: int = 3, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.harm = harm
+        self.at = at
+        self.seconds = seconds
+        self.home = os.getpid()
+        self.token = os.urandom(8).hex()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() == self.home:
+            return x * 1.0
+        if self.harm == "backward":
+            return _Boom.apply(x, self.token, self.at)
+        _PASSES[self.token] += 1
+        if _PASSES[self.token] == self.at:
+            return self._act(x)
+        return x * 1.0
+
+    def _act(self, x: torch.Tensor) -> torch.Tensor:
+        if self.harm == "raise":
+            raise ValueError("boom")
+        if self.harm == "unprintable":
+            raise UnprintableError
+        if self.harm == "exit":
+            sys.exit(3)
+        if self.harm == "surrogate":
+            raise ValueError("half a character \udc80")
+        if self.harm == "width":
+            return x[:, :-1] @ torch.ones(WIDTH, WIDTH)
+        if self.harm == "nan":
+            return x * float("nan")
+        if self.harm in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+            os.kill(os.getpid(), getattr(signal, self.harm))
+        if self.harm == "links":
+            break_links()
+        time.sleep(self.seconds)
+        return x * 1.0
+
+
+class _Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: str, at: int) -> torch.Tensor:
+        ctx.token, ctx.at = token, at
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _PASSES[ctx.token] += 1
+        if _PASSES[ctx.token] == ctx.at:
+            raise ValueError("boom")
+        return gradient, None, None
+
+
+def break_links() -> None:
+    """Break the connections to the other ranks of this process, not that to the coordinator."""
+    from torchslicer.cluster.links import Links
+
+    for found in gc.get_objects():
+        if isinstance(found, Links):
+            for rank, channel in found._channels.items():
+                if rank >= 0:
+                    channel._stream.shut(reading=True)  # type: ignore[attr-defined]
+
+
+def model_with(harm: nn.Module | None = None, stage: int = 1) -> nn.Sequential:
+    """Return a model of three stages of which one has a saboteur."""
+    layers: list[nn.Module] = []
+    for index in range(NUM_STAGES):
+        layers += [nn.Linear(WIDTH, WIDTH), harm if harm is not None and index == stage else nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def batches(count: int = 6, samples: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return batches for it."""
+    return [(torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)) for _ in range(count)]
