@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
+import datetime as dt
 import json
 import platform
 import statistics
@@ -213,8 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(
-        f"# {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, {platform.machine()}, torch {torch.__version__}"
+    now = dt.datetime.now(dt.timezone.utc)
+    print(f"# {now:%Y-%m-%d %H:%M} UTC, {platform.machine()}, torch {torch.__version__}")
     )
     print("kind      mode            size         bare     ours         ours/bare  of medians")
     rows = run(

@@ -20,7 +20,7 @@ from torchslicer.errors import ConfigError, SliceError, TraceError, Verification
 from torchslicer.executors.base import Cut
 from torchslicer.graph.fx import input_names, required_inputs
 from torchslicer.graph.model import ModelGraph
-from torchslicer.graph.modes import ModeGraphs, evaluation_mode, settings_of, stages_of_evaluation, trace_modes
+from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evaluation, trace_modes
 from torchslicer.graph.pack import Pack, packed_inputs
 from torchslicer.graph.trace import trace
 from torchslicer.partition import Plan, UnitCosts, build_plan, cuts_from_names, resolve_strategy, static_costs
@@ -88,7 +88,7 @@ class Cutter:
             logger.info("cutting again for the inputs %s", list(inputs))
             self.given, self.checked = tuple(inputs), False
             self._make(inputs)
-        elif self.graphs.settings != settings_of(self.model):
+        elif not self.graphs.is_current():
             logger.info("cutting again, since modules, training flags or other attributes have changed")
             self._make(inputs)
         elif not self.checked:

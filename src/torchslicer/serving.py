@@ -19,6 +19,7 @@ from torchslicer.cluster.door import STRANGER, Door
 from torchslicer.cluster.hub import Hub, check_peer
 from torchslicer.cluster.security import COORDINATOR, JoinString, Protection, parse_address, read_join_file
 from torchslicer.cluster.security.addresses import is_loopback
+from torchslicer.cluster.shipping.allow import Allowed
 from torchslicer.cluster.worker import Connection, Worker, WorkerSettings
 from torchslicer.config import RunConfig
 from torchslicer.config.environment import join_string
@@ -86,6 +87,7 @@ def run_worker(
         ConfigError: Neither *coordinator* nor *listen* is known, or a device is not there.
         SecurityError: What was asked is not safe, or the other side is not who it should be.
         ProtocolError: The coordinator refused this worker.
+        ShippingError: A package of *trust* must not be trusted.
     """
     config = run_config or RunConfig.from_env()
     network = config.network
@@ -116,7 +118,8 @@ def run_worker(
             toward=coordinator,
             protection=protection,
         )
-        settings = WorkerSettings(
+        Allowed(trust)  # say now what must not be trusted, not in the first run
+    settings = WorkerSettings(
             node=node,
             device=chosen,
             threads=threads or 0,

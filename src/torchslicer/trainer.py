@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchslicer.callbacks import CallbackList, Metrics
-from torchslicer.errors import DataError
+from torchslicer.errors import DataError, SliceError
 from torchslicer.events import EpochEnded, EpochStarted, Evaluated, EventBus, RunEnded, RunStarted, StepEnded
 from torchslicer.executors.base import Cut, Executor, StepResult
 from torchslicer.metrics import MetricSpec, Totals, resolve_metrics
@@ -119,6 +119,12 @@ class Trainer:
             self.bus.emit(event)
 
     def _epoch(self, run: Run, epoch: int, state: _State) -> None:
+        if not self.cut.graphs.is_current():
+            raise SliceError(
+                f"epoch {epoch}: a module of the model was replaced, or an attribute that its forward pass reads was "
+                "changed, during training; the stages were made from the model as it was. Change it between two calls "
+                "of train()"
+            )
         self.bus.emit(EpochStarted(epoch=epoch))
         self.callbacks.call("on_epoch_begin", epoch)
         started = time.perf_counter()

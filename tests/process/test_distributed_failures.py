@@ -72,7 +72,11 @@ class Crew:
         self.programs[f"worker-{stage}"].process.send_signal(number)
 
     def wait_for(self, count: int = NUM_STAGES) -> None:
-        self.executor.coordinator.wait_for(count, timeout_s=60.0)
+        try:
+            self.executor.coordinator.wait_for(count, timeout_s=60.0)
+        except WorkerFailureError as error:
+            said = "\n".join(f"-- {name}\n{program.output}" for name, program in self.programs.items())
+            pytest.fail(f"{error}\n{said}")
 
     def close(self) -> None:
         for program in self.programs.values():

@@ -154,8 +154,7 @@ def test_killed_peer_is_noticed_at_once(kind: str) -> None:
         channel.receive(timeout_s=WAIT_S)
     assert time.monotonic() - start < 5
     with pytest.raises(PeerClosedError):
-        for _ in range(100):  # the first bytes may still find room in the kernel
-            channel.send(Frame.of_tensor(FrameKind.FORWARD, torch.ones(1 << 20)), timeout_s=WAIT_S)
+        channel.send(Frame.of_tensor(FrameKind.FORWARD, torch.ones(1 << 20)), timeout_s=WAIT_S)
     assert process.wait(10) == -signal.SIGKILL
     channel.close()
     listener.close()
@@ -269,6 +268,6 @@ def test_stranger_without_handshake_holds_nobody_up() -> None:
     options = ChannelOptions(header_timeout_s=0.2)
     with stranger(options, server_context(trustme.CA(), "127.0.0.1")) as (_, channel):
         start = time.monotonic()
-        with pytest.raises(TransportError, match="took longer than 0.2 s"):
+        with pytest.raises(TransportError, match=r"took longer than 0\.2 s"):
             channel.receive(timeout_s=WAIT_S)
         assert time.monotonic() - start < 3

@@ -103,13 +103,17 @@ def test_any_header_is_decoded_or_refused_within_the_limits(data: bytes) -> None
     assert counting.num_bytes <= MOST_BYTES
 
 
+def read_all(reader: FrameReader) -> None:
+    while True:
+        reader.read(Deadline(10))
+
+
 @given(st.binary(max_size=600), st.integers(1, 700), st.booleans())
 def test_any_bytes_end_in_an_error_of_ours(data: bytes, piece: int, magic: bool) -> None:
     stream = Bytes(b"TSLF\x01" * magic + data, piece)
     reader = FrameReader(stream, Rules(), ChannelStats(), peer="fuzz", options=ChannelOptions())  # type: ignore[arg-type]
     with pytest.raises((FrameError, PeerClosedError)):
-        while True:
-            reader.read(Deadline(10))
+        read_all(reader)
 
 
 @given(st.lists(st.sampled_from(list(tensors_of_every_kind())), min_size=1, max_size=3), st.integers(1, 5000))

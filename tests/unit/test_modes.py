@@ -36,7 +36,7 @@ def test_the_graphs_differ_where_the_model_asks_for_its_mode() -> None:
     names = [[unit.name for unit in graph.units] for graph in (graphs.training, graphs.evaluation)]
     assert "aux" in names[0]
     assert "aux" not in names[1]
-    assert graphs.settings == settings_of(graphs.training.model)
+    assert graphs.settings == settings_of(graphs.training)
 
 
 @pytest.mark.parametrize(

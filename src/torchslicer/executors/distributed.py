@@ -120,9 +120,13 @@ class DistributedExecutor:
         )
         self.address = self.join_command = ""
         if isinstance(self.discovery, CoordinatorDiscovery):
-            listener = TcpListener(
-                coordinator_addr, tls=self.protection.server, options=ChannelOptions(limits=STRANGER)
-            )
+            try:
+                listener = TcpListener(
+                    coordinator_addr, tls=self.protection.server, options=ChannelOptions(limits=STRANGER)
+                )
+            except TransportError:
+                self.coordinator.close()
+                raise
             self.address = listener.address
             self.join_command = self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
             self.coordinator.listen(listener)

@@ -1,4 +1,6 @@
-"""The suite that every channel passes. Derive from it, say how a connected pair is made, and let pytest run it::
+"""The suite that every channel passes.
+
+Derive from it, say how a connected pair is made, and let pytest run it::
 
 class TestMyChannel(ChannelConformance):
     @contextlib.contextmanager

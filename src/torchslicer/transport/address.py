@@ -71,7 +71,7 @@ def host_id() -> str:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:  # not Linux
         boot = ""
-    return sha256("\0".join((boot, socket.gethostname(), _user())).encode()).hexdigest()[:32]
+    return sha256(f"{boot}\0{socket.gethostname()}\0{_user()}".encode()).hexdigest()[:32]
 
 
 def _user() -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torchslicer.transport.frame import Expect, Frame, FrameLimits
@@ -47,7 +47,7 @@ class ChannelOptions:
         stall_timeout_s: How long a frame that has begun may make no progress.
     """
 
-    limits: FrameLimits = FrameLimits()
+    limits: FrameLimits = field(default_factory=FrameLimits)
     send_queue_bytes: int = 64 << 20
     read_ahead_bytes: int = 0
     header_timeout_s: float = 5.0

@@ -26,7 +26,7 @@ from torchslicer.transport.payload import Arrival
 from torchslicer.transport.queue import ByteQueue
 
 try:
-    import grpc
+    import grpc  # type: ignore[import-untyped]  # grpcio ships no type information
 except ImportError as error:
     raise TransportError(
         "transport 'grpc' needs the package grpcio: pip install 'torchslicer[grpc]', or choose transport 'tcp'"

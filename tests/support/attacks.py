@@ -1,0 +1,137 @@
+"""Strangers at a port: what they send, and what a process looks like meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from torchslicer.transport.frame import Frame, FrameKind, encode_header
+
+Connect = Callable[[], socket.socket]
+
+
+def connector(address: str) -> Connect:
+    """Return what connects to ``HOST:PORT`` or ``unix:/path``."""
+
+    def connect() -> socket.socket:
+        if address.startswith("unix:"):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(2)
+            sock.connect(address.removeprefix("unix:"))
+            return sock
+        host, _, port = address.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), 2)
+
+    return connect
+
+
+def garbage(connect: Connect, over: threading.Event) -> None:
+    """Send random bytes."""
+    noise = os.urandom(4096)
+    while not over.is_set():
+        with contextlib.suppress(OSError), connect() as sock:
+            sock.sendall(noise)
+            sock.recv(64)
+        over.wait(0.02)
+
+
+def half_open(connect: Connect, over: threading.Event) -> None:
+    """Open connections and say nothing."""
+    held: list[socket.socket] = []
+    while not over.is_set():
+        with contextlib.suppress(OSError):
+            held.append(connect())
+        if len(held) > 100:
+            held.pop(0).close()
+        over.wait(0.01)
+    for sock in held:
+        sock.close()
+
+
+def slow(connect: Connect, over: threading.Event) -> None:
+    """Send the beginning of a TLS record, byte by byte."""
+    while not over.is_set():
+        with contextlib.suppress(OSError), connect() as sock:
+            for byte in bytes.fromhex("16030102000100"):
+                sock.sendall(bytes([byte]))
+                if over.wait(0.2):
+                    return
+
+
+def huge(connect: Connect, over: threading.Event) -> None:
+    """Announce a tensor of a gigabyte, and send as much of it as is taken."""
+    header = Frame.of_tensor(FrameKind.FORWARD, torch.empty(1 << 28, device="meta").new_empty(0)).header
+    wire = encode_header(header._replace(payload_bytes=1 << 30))
+    block = bytes(1 << 20)
+    while not over.is_set():
+        with contextlib.suppress(OSError), connect() as sock:
+            sock.sendall(wire)
+            for _ in range(64):
+                if over.is_set():
+                    break
+                sock.sendall(block)
+        over.wait(0.05)
+
+
+def huge_in_tls(connect: Connect, over: threading.Event) -> None:
+    """Do the same within TLS, without a certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    while not over.is_set():
+        with contextlib.suppress(OSError), connect() as raw, context.wrap_socket(raw) as sock:
+            sock.sendall((0x7FFFFFFF).to_bytes(4, "big"))
+            for _ in range(64):
+                sock.sendall(bytes(1 << 20))
+        over.wait(0.05)
+
+
+ATTACKS = (garbage, half_open, slow, huge, huge_in_tls)
+
+
+@contextlib.contextmanager
+def under_attack(addresses: Sequence[str]) -> Iterator[None]:
+    """Let all attacks go on at all addresses during the block."""
+    over = threading.Event()
+    threads = [
+        threading.Thread(target=attack, args=(connector(address), over), name=attack.__name__)
+        for address in addresses
+        for attack in ATTACKS
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+class Watch:
+    """How much memory and how many threads a process has."""
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path("/proc", str(pid))
+        (self._folder / "clear_refs").write_text("5", encoding="ascii")  # the peak counts from now on
+        self._before_kib = self._status("VmRSS")
+
+    def _status(self, name: str) -> int:
+        lines = (self._folder / "status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+    @property
+    def growth_mb(self) -> float:
+        """The peak of memory since the start of the watch, over what it was then."""
+        return (self._status("VmHWM") - self._before_kib) / 1024
+
+    @property
+    def threads(self) -> int:
+        """Threads that there are now."""
+        return self._status("Threads")
