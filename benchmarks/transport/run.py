@@ -215,7 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     now = dt.datetime.now(dt.timezone.utc)
     print(f"# {now:%Y-%m-%d %H:%M} UTC, {platform.machine()}, torch {torch.__version__}")
-    )
     print("kind      mode            size         bare     ours         ours/bare  of medians")
     rows = run(
         options.only,

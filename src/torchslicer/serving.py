@@ -97,6 +97,7 @@ def run_worker(
             "run_worker: give coordinator='HOST:PORT', or listen='HOST:PORT' for P2P (or set COORDINATOR_ADDRESS)"
         )
     chosen = _device(device or network.device)
+    Allowed(trust)  # says now what must not be trusted, not in the first run
     protection = given_protection(config, tls=tls, insecure=insecure)
     node = _node(name, protection)
     ending = _Ending(stop)
@@ -118,8 +119,7 @@ def run_worker(
             toward=coordinator,
             protection=protection,
         )
-        Allowed(trust)  # say now what must not be trusted, not in the first run
-    settings = WorkerSettings(
+        settings = WorkerSettings(
             node=node,
             device=chosen,
             threads=threads or 0,

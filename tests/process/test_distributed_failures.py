@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -49,40 +49,30 @@ SGD = {"name": "SGD", "params": {"lr": 0.1}}
 
 @dataclass
 class Crew:
-    """Workers that know one port, and the executor of the test."""
+    """Workers that know one port, kept running by a process of their own, and the executor of the test."""
 
     port: int
-    programs: dict[str, Program] = field(default_factory=dict)
+    keeper: Program
     executor: DistributedExecutor = None  # type: ignore[assignment]
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def hire(self) -> None:
-        """Start those who are missing."""
-        for name in (f"worker-{index}" for index in range(NUM_STAGES)):
-            if name in self.programs and self.programs[name].process.poll() is None:
-                continue
-            if name in self.programs:
-                self.programs.pop(name).close()
-            self.programs[name] = worker_program("--coordinator", self.address, "--name", name)
+    @property
+    def pids(self) -> dict[str, int]:
+        """The worker processes that there are, or were until a moment ago."""
+        matches = [re.fullmatch(r"(worker-\d) (\d+)", line) for line in self.keeper.lines]
+        return {match[1]: int(match[2]) for match in matches if match is not None}
 
     def signal(self, stage: int, number: int) -> None:
-        self.programs[f"worker-{stage}"].process.send_signal(number)
+        os.kill(self.pids[f"worker-{stage}"], number)
 
     def wait_for(self, count: int = NUM_STAGES) -> None:
         try:
             self.executor.coordinator.wait_for(count, timeout_s=60.0)
         except WorkerFailureError as error:
-            said = "\n".join(f"-- {name}\n{program.output}" for name, program in self.programs.items())
-            pytest.fail(f"{error}\n{said}")
-
-    def close(self) -> None:
-        for program in self.programs.values():
-            with contextlib.suppress(ProcessLookupError):
-                program.process.send_signal(signal.SIGCONT)
-            program.close()
+            pytest.fail(f"{error}\n{self.keeper.output}")
 
 
 def free_port() -> int:
@@ -92,15 +82,17 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def hired() -> Iterator[Crew]:
-    crew = Crew(free_port())
-    yield crew
-    crew.close()
+    port = free_port()
+    names = [f"worker-{index}" for index in range(NUM_STAGES)]
+    with Program(["-m", "tests.support.supervisor", f"127.0.0.1:{port}", *names]) as keeper:
+        yield Crew(port, keeper)
+        keeper.process.stdin.close()  # type: ignore[union-attr]
+        keeper.wait()
 
 
 @pytest.fixture
 def crew(hired: Crew) -> Iterator[Crew]:
     """The workers, registered with an executor of this test."""
-    hired.hire()
     hired.executor = executor_at(hired.address)
     try:
         hired.wait_for()
@@ -138,17 +130,13 @@ def within(seconds: float) -> Iterator[None]:
     assert took < seconds, f"took {took:.1f} s, allowed are {seconds:.1f} s"
 
 
-def pids(crew: Crew) -> list[int]:
-    return [program.process.pid for program in crew.programs.values()]
-
-
 # A stage raises
 
 
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 @pytest.mark.parametrize("harm", ["raise", "backward"])
 def test_a_stage_raises(crew: Crew, harm: str, stage: int) -> None:
-    before = pids(crew)
+    before = crew.pids
     with within(10), pytest.raises(StageError) as caught:
         train(crew, model_with(Saboteur(harm), stage))
     doing = "backward" if harm == "backward" else "forward"
@@ -158,7 +146,7 @@ def test_a_stage_raises(crew: Crew, harm: str, stage: int) -> None:
     assert 'raise ValueError("boom")' in text
     assert "tests/support/saboteur.py" in text
     assert_usable(crew)
-    assert pids(crew) == before
+    assert crew.pids == before
 
 
 @pytest.mark.parametrize(
@@ -231,7 +219,6 @@ def test_a_worker_is_killed_in_a_step(crew: Crew, stage: int) -> None:
     assert [member.node for member in crew.executor.coordinator.wait_for(2, timeout_s=5.0)] == [
         f"worker-{index}" for index in range(NUM_STAGES) if index != stage
     ]
-    crew.hire()
     assert_usable(crew)
 
 
@@ -249,10 +236,11 @@ class _Kills(TrainingCallback):
 
 
 def test_a_worker_is_killed_while_idle(crew: Crew) -> None:
+    before = crew.pids
     crew.signal(2, signal.SIGKILL)
-    crew.programs["worker-2"].wait()
-    crew.hire()  # a new one of the same name takes its place
-    assert_usable(crew)
+    crew.keeper.wait_for("worker-2 ended -9")
+    assert_usable(crew)  # a new one of the same name has taken its place
+    assert crew.pids["worker-2"] != before["worker-2"]
 
 
 def test_a_worker_is_killed_between_steps(crew: Crew) -> None:
@@ -260,7 +248,6 @@ def test_a_worker_is_killed_between_steps(crew: Crew) -> None:
     with pytest.raises(WorkerFailureError, match="stage 1 on worker 'worker-1' .* failed"):
         train(crew, model_with(), batches(50), callbacks=[killer])
     assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
-    crew.hire()
     assert_usable(crew)
 
 
@@ -272,14 +259,13 @@ def test_a_worker_is_killed_while_it_is_set_up(crew: Crew, monkeypatch: pytest.M
     def killing(run: ClusterRun, rank: int, member: Any) -> None:
         if rank == 1:
             crew.signal(0, signal.SIGKILL)
-            crew.programs["worker-0"].wait()
+            crew.keeper.wait_for("worker-0 ended")
         link(run, rank, member)
 
     monkeypatch.setattr(ClusterRun, "_link", killing)
     with within(10), pytest.raises(WorkerFailureError, match="stage 0 on worker 'worker-0'"):
         train(crew, model_with())
     monkeypatch.undo()
-    crew.hire()
     with within(30):
         assert_usable(crew)
 
@@ -288,8 +274,7 @@ def test_a_worker_is_told_to_stop_during_a_run(crew: Crew) -> None:
     killer = _Kills(crew, 1, signal.SIGTERM)
     with within(10), pytest.raises(WorkerFailureError, match=r"stage 1 on worker 'worker-1' .*was told to stop"):
         train(crew, model_with(), batches(50), callbacks=[killer])
-    assert crew.programs["worker-1"].wait(timeout_s=10.0) == 0
-    crew.hire()
+    crew.keeper.wait_for("worker-1 ended 0", timeout_s=10.0)
     assert_usable(crew)
 
 
@@ -335,11 +320,11 @@ def test_a_slow_worker_is_not_given_up(crew: Crew) -> None:
 
 
 def test_the_connection_between_workers_breaks(crew: Crew) -> None:
-    before = pids(crew)
+    before = crew.pids
     with within(10), pytest.raises(WorkerFailureError, match=r"stage \d on worker .* the connection to stage \d .*broke"):
         train(crew, model_with(Saboteur("links")))
     assert_usable(crew)
-    assert pids(crew) == before
+    assert crew.pids == before
 
 
 def test_a_stage_that_never_returns(crew: Crew) -> None:
@@ -424,7 +409,7 @@ def run_driver(crew: Crew, folder: Any) -> Program:
 
 
 def test_the_driver_is_killed(crew: Crew, tmp_path: Any) -> None:
-    before = pids(crew)
+    before = crew.pids
     with run_driver(crew, tmp_path) as driver:
         driver.wait_for("^step 5")
         driver.process.kill()
@@ -432,11 +417,11 @@ def test_the_driver_is_killed(crew: Crew, tmp_path: Any) -> None:
     crew.executor = executor_at(crew.address)
     crew.wait_for()
     assert_usable(crew)
-    assert pids(crew) == before
+    assert crew.pids == before
 
 
 def test_control_c_in_the_driver(crew: Crew, tmp_path: Any) -> None:
-    before = pids(crew)
+    before = crew.pids
     with run_driver(crew, tmp_path) as driver:
         driver.wait_for("^step 5")
         driver.process.send_signal(signal.SIGINT)
@@ -446,12 +431,12 @@ def test_control_c_in_the_driver(crew: Crew, tmp_path: Any) -> None:
     crew.executor = executor_at(crew.address)
     crew.wait_for()
     assert_usable(crew)
-    assert pids(crew) == before
+    assert crew.pids == before
 
 
 def test_control_c_in_a_notebook(crew: Crew) -> None:
     """The process goes on, and so do the executor and its workers."""
-    before = pids(crew)
+    before = crew.pids
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with within(10), pytest.raises(KeyboardInterrupt):
@@ -459,17 +444,17 @@ def test_control_c_in_a_notebook(crew: Crew) -> None:
     timer.join()
     crew.wait_for()
     assert_usable(crew)
-    assert pids(crew) == before
+    assert crew.pids == before
 
 
 def test_the_log_of_a_worker_is_short(crew: Crew) -> None:
-    program = crew.programs["worker-2"]
-    start = len(program.lines)
+    start = len(crew.keeper.lines)
     assert_usable(crew)
     with pytest.raises(StageError):
         train(crew, model_with(Saboteur("raise"), 1))
     assert_usable(crew)
-    assert len(program.lines) - start <= 2, program.output
+    said = crew.keeper.lines[start:]
+    assert len(said) <= 6, said
 
 
 @pytest.mark.slow
@@ -480,7 +465,7 @@ def test_nothing_accumulates(crew: Crew, caplog: pytest.LogCaptureFixture) -> No
     class Measures(TrainingCallback):
         def on_step_end(self, step: int, *_: Any) -> None:
             if step % 100 == 99:
-                for pid in (os.getpid(), *pids(crew)):
+                for pid in (os.getpid(), *crew.pids.values()):
                     sizes.setdefault(pid, []).append(resident_bytes(pid))
                 assert len(crew.executor.coordinator._inbox) < 10
 

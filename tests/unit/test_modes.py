@@ -22,6 +22,10 @@ def modes(model: nn.Module) -> ModeGraphs:
     return trace_modes(model, lambda: trace_fx(model, ["x"]))
 
 
+def modes_of_chain(model: nn.Module) -> ModeGraphs:
+    return trace_modes(model, lambda: trace_fx(model, ["input"]))
+
+
 def test_flags_come_back_one_by_one_even_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.ReLU()))
     model[1][0].eval()
@@ -42,18 +46,27 @@ def test_the_graphs_differ_where_the_model_asks_for_its_mode() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: model[1].eval(),
-        lambda model: setattr(model[1], "p", 0.25),
+        lambda model: model.eval(),
+        lambda model: setattr(model, "rate", 0.25),
         lambda model: setattr(model, "0", nn.Linear(2, 2)),
         lambda model: model.append(nn.ReLU()),
     ],
 )
 def test_whatever_a_trace_takes_for_granted_is_in_the_settings(change: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    before = settings_of(model)
-    assert settings_of(model) == before
+    model.rate = 0.5
+    graphs = modes_of_chain(model)
+    assert graphs.is_current()
     change(model)
-    assert settings_of(model) != before
+    assert not graphs.is_current()
+
+
+def test_modules_that_are_called_whole_may_change() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    graphs = modes_of_chain(model)
+    model[1].p = 0.25
+    model[1].eval()
+    assert graphs.is_current()
 
 
 def test_units_run_where_the_training_graph_has_their_parameters() -> None:
