@@ -18,7 +18,7 @@ from torchslicer.config import RunConfig
 from torchslicer.cutting import CutRequest, Cutter, on_device_of
 from torchslicer.errors import ConfigError, DataError
 from torchslicer.events import EventBus, Observer
-from torchslicer.executors.base import Executor
+from torchslicer.executors.base import Cut, Executor
 from torchslicer.executors.local import LocalExecutor
 from torchslicer.graph.model import ModelGraph
 from torchslicer.metrics import MetricSpec
@@ -107,6 +107,7 @@ class SlicedModel:
         self._cutter = cutter
         self._options: TrainingOptions | None = None
         self._target_key: str | None = None
+        self._is_training = False
 
     @property
     def plan(self) -> Plan:
@@ -236,8 +237,24 @@ class SlicedModel:
             eval_loader=eval_loader,
             metrics=metrics,
         )
-        with _observers(config, run_dir, loader, options, verbose=verbose) as bus:
+        with self._exclusive(), _observers(config, run_dir, loader, options, verbose=verbose) as bus:
             return Trainer(self.executor, self._cutter.cut, options, hooks, bus).fit(run)
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._is_training:
+            raise ConfigError("train: this sliced model is being trained already; wait for that run to end")
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._is_training = False
+
+    def _current_cut(self) -> Cut:
+        """The cut, made again if the model has changed since; during training the trainer looks after it."""
+        if not self._is_training:
+            self._cutter.renew()
+        return self._cutter.cut
 
     def _look_at_first_batch(self, loader: Iterable[Any], options: TrainingOptions) -> Any:
         """Read the first batch, let the cut be checked on it, and return an iterator that still has it."""
@@ -292,9 +309,10 @@ class SlicedModel:
         Raises:
             DataError: The loader is empty, or a batch has a form that cannot be used.
         """
+        cut = self._current_cut()
         outputs = [
             self.executor.forward(
-                self._cutter.cut,
+                cut,
                 self._reader().read_inputs(raw),
                 criterion=None,
                 mixed_precision=self._mixed_precision(),

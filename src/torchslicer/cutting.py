@@ -94,6 +94,13 @@ class Cutter:
         elif not self.checked:
             self._check(inputs)
 
+    def renew(self) -> None:
+        """Make the cut again if the model has changed since, other than in its training flags."""
+        if not self.graphs.is_current(with_flags=False):
+            logger.info("cutting again, since the model has changed")
+            self.checked = False
+            self._make(None)
+
     def _check(self, inputs: Mapping[str, Any]) -> None:
         try:
             graphs = self._checked_graphs(self.graphs, inputs)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchslicer.cluster.door import STRANGER, Door
+from torchslicer.cluster.door import STRANGER, Complaints, Door
 from torchslicer.cluster.hub import Hub, check_peer
 from torchslicer.cluster.security import COORDINATOR, JoinString, Protection, parse_address, read_join_file
 from torchslicer.cluster.security.addresses import is_loopback
@@ -216,6 +216,8 @@ def _serve_coordinator(worker: Worker, address: str, protection: Protection, *, 
     """Connect, serve, and connect again when the coordinator is gone."""
     text = f"waiting for a coordinator at {address}"
     wait = _Waiting(worker.stopping, text)
+    if parse_address(address).is_unix:  # guarded by the file system
+        protection = Protection()
     name = protection.server_name(COORDINATOR, address)
     while not worker.stopping.is_set():
         try:
@@ -271,6 +273,7 @@ class _Drivers:
         self.idle.set()
         self._worker, self._listener, self._protection = worker, listener, protection
         self._door = Door(8)
+        self._complaints = Complaints(logger)
         self._found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._accept, name="torchslicer-drivers", daemon=True)
         self._closed = threading.Event()
@@ -303,7 +306,7 @@ class _Drivers:
             check_peer(channel, self._protection, COORDINATOR)
             self._found.put(self._worker.introduce(channel))
         except TorchSlicerError as error:
-            logger.warning("a connection from %s was not a driver's: %s", channel.peer, error)
+            self._complaints.warn("a connection from %s was not a driver's: %s", channel.peer, error)
             channel.close(timeout_s=0)
 
     def close(self) -> None:

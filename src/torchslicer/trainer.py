@@ -119,14 +119,9 @@ class Trainer:
             self.bus.emit(event)
 
     def _epoch(self, run: Run, epoch: int, state: _State) -> None:
-        if not self.cut.graphs.is_current():
-            raise SliceError(
-                f"epoch {epoch}: a module of the model was replaced, or an attribute that its forward pass reads was "
-                "changed, during training; the stages were made from the model as it was. Change it between two calls "
-                "of train()"
-            )
         self.bus.emit(EpochStarted(epoch=epoch))
         self.callbacks.call("on_epoch_begin", epoch)
+        self._check_model(epoch)
         started = time.perf_counter()
         raw = run.first_epoch if epoch == 1 else iter(run.loader)
         groups = _grouped(raw, run.reader, self.options.accumulate)
@@ -140,12 +135,21 @@ class Trainer:
         ]
         if not results:
             raise DataError(_nothing_left(epoch))
+        self._check_model(epoch)
         record = _epoch_record(epoch, results, time.perf_counter() - started)
         self.bus.emit(EpochEnded(**record))
         if run.eval_loader is not None:
             record |= {f"eval_{name}": value for name, value in self._evaluate(run, epoch).items()}
         self.executor.end_epoch(record)
         state.history.append(self.callbacks.epoch_end(epoch, record))
+
+    def _check_model(self, epoch: int) -> None:
+        if not self.cut.graphs.is_current():
+            raise SliceError(
+                f"epoch {epoch}: a module or parameter was replaced, or an attribute that a forward pass reads was "
+                "changed, during training; the stages were made from the model as it was. Change it between two calls "
+                "of train()"
+            )
 
     def _step(
         self, batches: Sequence[Batch], upcoming: Sequence[Batch] | None, *, epoch: int, number: int, state: _State

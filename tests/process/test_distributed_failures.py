@@ -17,17 +17,18 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import torchslicer as ts
-from tests.support.cluster import Program, worker_program, write_script
+from tests.support.cluster import Peers, Program, travelling_by, worker_program, write_script
 from tests.support.saboteur import NUM_STAGES, Saboteur, batches, model_with
 from torchslicer.callbacks import TrainingCallback
 from torchslicer.config import RunConfig
-from torchslicer.discovery import CoordinatorDiscovery
+from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import (
     CallbackError,
     NonFiniteLossError,
@@ -130,6 +131,13 @@ def within(seconds: float) -> Iterator[None]:
     assert took < seconds, f"took {took:.1f} s, allowed are {seconds:.1f} s"
 
 
+@contextlib.contextmanager
+def fails(error: type[BaseException], pattern: str = "", *, seconds: float = 10.0) -> Iterator[Any]:
+    """Fail unless the block raises *error*, with a text like *pattern*, in time."""
+    with within(seconds), pytest.raises(error, match=f"(?s){pattern}") as caught:
+        yield caught
+
+
 # A stage raises
 
 
@@ -137,11 +145,12 @@ def within(seconds: float) -> Iterator[None]:
 @pytest.mark.parametrize("harm", ["raise", "backward"])
 def test_a_stage_raises(crew: Crew, harm: str, stage: int) -> None:
     before = crew.pids
-    with within(10), pytest.raises(StageError) as caught:
+    with fails(StageError) as caught:
         train(crew, model_with(Saboteur(harm), stage))
     doing = "backward" if harm == "backward" else "forward"
     head, text = str(caught.value).split("\n", 1)
-    assert re.match(rf"stage {stage} on worker 'worker-{stage}' \(127\.0\.0\.1:\d+\): {doing} of .*ValueError: boom", head)
+    where = rf"stage {stage} on worker 'worker-{stage}' \(127\.0\.0\.1:\d+\)"
+    assert re.match(rf"{where}: {doing} of .*ValueError: boom", head)
     assert "Traceback on the worker:" in text
     assert 'raise ValueError("boom")' in text
     assert "tests/support/saboteur.py" in text
@@ -159,25 +168,25 @@ def test_a_stage_raises(crew: Crew, harm: str, stage: int) -> None:
     ],
 )
 def test_other_errors_of_a_stage(crew: Crew, harm: str, words: str) -> None:
-    with within(10), pytest.raises(StageError, match=rf"stage 1 on worker 'worker-1' .*({words})"):
+    with fails(StageError, rf"stage 1 on worker 'worker-1' .*({words})"):
         train(crew, model_with(Saboteur(harm)))
     assert_usable(crew)
 
 
 def test_an_optimizer_step_raises(crew: Crew) -> None:
-    with within(10), pytest.raises(StageError, match=r"stage \d on worker 'worker-\d' .*RuntimeError: SparseAdam does not"):
+    with fails(StageError, r"stage \d on worker 'worker-\d' .*RuntimeError: SparseAdam does not"):
         train(crew, model_with(), optimizer={"name": "SparseAdam", "params": {"lr": 0.1}})
     assert_usable(crew)
 
 
 def test_the_loss_is_not_finite(crew: Crew) -> None:
-    with within(10), pytest.raises(NonFiniteLossError, match=r"step 1: the loss is nan; no parameter was updated"):
+    with fails(NonFiniteLossError, r"step 1: the loss is nan; no parameter was updated"):
         train(crew, model_with(Saboteur("nan")))
     assert_usable(crew)
 
 
 def test_a_stage_raises_in_evaluation(crew: Crew) -> None:
-    with within(10), pytest.raises(StageError, match="stage 1 on worker 'worker-1' .*boom"):
+    with fails(StageError, "stage 1 on worker 'worker-1' .*boom"):
         train(crew, model_with(Saboteur("raise", at=5)), batches(2), eval_loader=batches(2))
     assert_usable(crew)
 
@@ -191,7 +200,7 @@ class _Raises(TrainingCallback):
 
 
 def test_a_callback_raises(crew: Crew) -> None:
-    with within(10), pytest.raises(CallbackError):
+    with fails(CallbackError):
         train(crew, model_with(), callbacks=[_Raises()])
     assert_usable(crew)
 
@@ -203,7 +212,7 @@ class _Broken:
 
 
 def test_the_loader_raises(crew: Crew) -> None:
-    with within(10), pytest.raises(OSError, match="the disk is gone"):
+    with fails(OSError, "the disk is gone"):
         train(crew, model_with(), _Broken())
     assert_usable(crew)
 
@@ -211,9 +220,12 @@ def test_the_loader_raises(crew: Crew) -> None:
 # Workers that die
 
 
-@pytest.mark.parametrize("stage", range(NUM_STAGES))
-def test_a_worker_is_killed_in_a_step(crew: Crew, stage: int) -> None:
-    with within(GIVEN_UP_S + SLACK_S), pytest.raises(WorkerFailureError) as caught:
+ANYWHERE = [(0, "unix"), (1, "unix"), (2, "unix"), (1, "tcp"), (1, "grpc")]
+
+
+@pytest.mark.parametrize(("stage", "transport"), ANYWHERE)
+def test_a_worker_is_killed_in_a_step(crew: Crew, stage: int, transport: str) -> None:
+    with travelling_by(crew.executor, transport), fails(WorkerFailureError, seconds=GIVEN_UP_S + SLACK_S) as caught:
         train(crew, model_with(Saboteur("SIGKILL"), stage))
     assert f"stage {stage} on worker 'worker-{stage}' (127.0.0.1:" in str(caught.value)
     assert [member.node for member in crew.executor.coordinator.wait_for(2, timeout_s=5.0)] == [
@@ -245,7 +257,7 @@ def test_a_worker_is_killed_while_idle(crew: Crew) -> None:
 
 def test_a_worker_is_killed_between_steps(crew: Crew) -> None:
     killer = _Kills(crew, 1, signal.SIGKILL)
-    with pytest.raises(WorkerFailureError, match="stage 1 on worker 'worker-1' .* failed"):
+    with fails(WorkerFailureError, "stage 1 on worker 'worker-1' .* failed", seconds=60):
         train(crew, model_with(), batches(50), callbacks=[killer])
     assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
     assert_usable(crew)
@@ -263,7 +275,7 @@ def test_a_worker_is_killed_while_it_is_set_up(crew: Crew, monkeypatch: pytest.M
         link(run, rank, member)
 
     monkeypatch.setattr(ClusterRun, "_link", killing)
-    with within(10), pytest.raises(WorkerFailureError, match="stage 0 on worker 'worker-0'"):
+    with fails(WorkerFailureError, "stage 0 on worker 'worker-0'"):
         train(crew, model_with())
     monkeypatch.undo()
     with within(30):
@@ -272,7 +284,7 @@ def test_a_worker_is_killed_while_it_is_set_up(crew: Crew, monkeypatch: pytest.M
 
 def test_a_worker_is_told_to_stop_during_a_run(crew: Crew) -> None:
     killer = _Kills(crew, 1, signal.SIGTERM)
-    with within(10), pytest.raises(WorkerFailureError, match=r"stage 1 on worker 'worker-1' .*was told to stop"):
+    with fails(WorkerFailureError, r"stage 1 on worker 'worker-1' .*was told to stop"):
         train(crew, model_with(), batches(50), callbacks=[killer])
     crew.keeper.wait_for("worker-1 ended 0", timeout_s=10.0)
     assert_usable(crew)
@@ -281,10 +293,13 @@ def test_a_worker_is_told_to_stop_during_a_run(crew: Crew) -> None:
 # Workers that go silent, are slow, or are cut off
 
 
-@pytest.mark.parametrize("stage", range(NUM_STAGES))
-def test_a_worker_goes_silent_and_comes_back(crew: Crew, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "transport"), ANYWHERE)
+def test_a_worker_goes_silent_and_comes_back(crew: Crew, stage: int, transport: str) -> None:
     killer = _Kills(crew, stage, signal.SIGSTOP)
-    with pytest.raises(WorkerFailureError, match=f"stage {stage} on worker 'worker-{stage}' .* no sign of life"):
+    with (
+        travelling_by(crew.executor, transport),
+        fails(WorkerFailureError, f"stage {stage} on worker 'worker-{stage}' .* no sign of life", seconds=60),
+    ):
         train(crew, model_with(), batches(50), callbacks=[killer])
     assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
     crew.executor.coordinator.wait_for(2, timeout_s=5.0)
@@ -297,7 +312,7 @@ def test_a_worker_goes_silent_while_much_is_sent_to_it(crew: Crew) -> None:
     killer = _Kills(crew, 0, signal.SIGSTOP)
     wide = torch.nn.Sequential(torch.nn.Linear(1 << 20, 1), torch.nn.Tanh(), torch.nn.Linear(1, 1))
     data = [(torch.zeros(32, 1 << 20), torch.zeros(32, 1)) for _ in range(3)]  # 128 MB each
-    with pytest.raises(WorkerFailureError, match="stage 0 on worker 'worker-0' .* no sign of life"):
+    with fails(WorkerFailureError, "stage 0 on worker 'worker-0' .* no sign of life", seconds=60):
         train(crew, wide, data, callbacks=[killer], epochs=5)
     assert time.monotonic() - killer.done_at < GIVEN_UP_S + SLACK_S
     crew.signal(0, signal.SIGCONT)
@@ -306,7 +321,7 @@ def test_a_worker_goes_silent_while_much_is_sent_to_it(crew: Crew) -> None:
 
 def test_a_worker_goes_silent_while_it_is_set_up(crew: Crew) -> None:
     crew.signal(1, signal.SIGSTOP)
-    with within(GIVEN_UP_S + SLACK_S), pytest.raises(WorkerFailureError, match="stage 1 on worker 'worker-1' .* no sign"):
+    with fails(WorkerFailureError, "stage 1 on worker 'worker-1' .* no sign", seconds=GIVEN_UP_S + SLACK_S):
         train(crew, model_with())
     crew.signal(1, signal.SIGCONT)
     with within(10):
@@ -321,7 +336,7 @@ def test_a_slow_worker_is_not_given_up(crew: Crew) -> None:
 
 def test_the_connection_between_workers_breaks(crew: Crew) -> None:
     before = crew.pids
-    with within(10), pytest.raises(WorkerFailureError, match=r"stage \d on worker .* the connection to stage \d .*broke"):
+    with fails(WorkerFailureError, r"stage \d on worker .* the connection to stage \d .*broke"):
         train(crew, model_with(Saboteur("links")))
     assert_usable(crew)
     assert crew.pids == before
@@ -329,13 +344,13 @@ def test_the_connection_between_workers_breaks(crew: Crew) -> None:
 
 def test_a_stage_that_never_returns(crew: Crew) -> None:
     crew.executor.stall_timeout_s = 1.5
-    with within(1.5 + 3 + SLACK_S), pytest.raises(WorkerFailureError) as caught:
+    with fails(WorkerFailureError, seconds=1.5 + 3 + SLACK_S) as caught:
         train(crew, model_with(Saboteur("sleep", seconds=7.0)))
     text = str(caught.value)
     assert re.match(r"stage 1 on worker 'worker-1' \(127\.0\.0\.1:\d+\): nothing came for 1.5 s", text)
     assert re.search(r"stage 1 on worker 'worker-1' .* computes: step 1", text)
     assert re.search(r"stage 2 on worker 'worker-2' .* waits for FORWARD of pass 2, stage 2", text)
-    assert len(crew.executor.coordinator.live()) == NUM_STAGES  # it is still there, and given nothing until it is through
+    assert len(crew.executor.coordinator.live()) == NUM_STAGES  # it is there yet, and given nothing until it is through
     assert_usable(crew)
 
 
@@ -345,7 +360,7 @@ def test_a_stage_that_never_returns(crew: Crew) -> None:
 def test_too_few_workers(crew: Crew) -> None:
     crew.executor.discovery = CoordinatorDiscovery(run_id="failures", timeout_s=0.3)
     deep = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    with within(5), pytest.raises(WorkerFailureError) as caught:
+    with fails(WorkerFailureError, seconds=5) as caught:
         ts.slice(deep, n=4, executor=crew.executor).train(batches(1), SGD, "mse", epochs=1, run_dir=False)
     text = str(caught.value)
     assert f"4 workers are needed, 3 registered at {crew.address} within 0.3 s: worker 'worker-0'" in text
@@ -380,7 +395,7 @@ def test_a_second_worker_of_the_same_name_is_refused(crew: Crew) -> None:
 
 
 def test_the_port_is_in_use(crew: Crew) -> None:
-    with within(5), pytest.raises(TransportError, match=f"cannot listen on {crew.address}: .*choose another"):
+    with fails(TransportError, f"cannot listen on {crew.address}: .*choose another", seconds=5):
         executor_at(crew.address)
     assert_usable(crew)
 
@@ -405,7 +420,7 @@ with executor_at(sys.argv[1]) as executor:
 
 def run_driver(crew: Crew, folder: Any) -> Program:
     crew.executor.close()
-    return Program([write_script(folder, DRIVER), crew.address], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    return Program([write_script(folder, DRIVER), crew.address], env={**os.environ, "PYTHONPATH": str(Path.cwd())})
 
 
 def test_the_driver_is_killed(crew: Crew, tmp_path: Any) -> None:
@@ -439,7 +454,7 @@ def test_control_c_in_a_notebook(crew: Crew) -> None:
     before = crew.pids
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
-    with within(10), pytest.raises(KeyboardInterrupt):
+    with fails(KeyboardInterrupt):
         train(crew, model_with(), batches(100_000))
     timer.join()
     crew.wait_for()
@@ -457,6 +472,45 @@ def test_the_log_of_a_worker_is_short(crew: Crew) -> None:
     assert len(said) <= 6, said
 
 
+# Without a coordinator
+
+
+def test_peers_after_a_failure_and_after_a_driver(peers: Peers) -> None:
+    data, options = batches(2), {"epochs": 1, "run_dir": False}
+    with peers.driver(run_config=CONFIG) as executor:
+        model = model_with(Saboteur("raise"), stage=0)
+        with fails(StageError, r"stage 0 on worker 'peer-0' .*boom"):
+            ts.slice(model, n=2, executor=executor).train(batches(), SGD, "mse", num_microbatches=2, **options)
+        ts.slice(model_with(), n=2, executor=executor).train(data, SGD, "mse", **options)
+    with peers.driver(run_config=CONFIG) as executor:
+        ts.slice(model_with(), n=2, executor=executor).train(data, SGD, "mse", **options)
+
+
+def test_nobody_listens() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    executor = DistributedExecutor(StaticDiscovery(peers=[address, address], timeout_s=0.3), run_config=CONFIG)
+    with executor, fails(WorkerFailureError, f"no worker listens at {address}"):
+        ts.slice(model_with(), n=2, executor=executor).train(batches(1), SGD, "mse", epochs=1, run_dir=False)
+
+
+def test_a_port_is_free_again_though_a_forked_process_lives_on() -> None:
+    """As those of a DataLoader do, which have a copy of every descriptor."""
+    executor = executor_at("127.0.0.1:0")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        executor.close()
+        executor_at(executor.address).close()
+    finally:
+        os.close(reading)
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
 @pytest.mark.slow
 def test_nothing_accumulates(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
@@ -467,7 +521,7 @@ def test_nothing_accumulates(crew: Crew, caplog: pytest.LogCaptureFixture) -> No
             if step % 100 == 99:
                 for pid in (os.getpid(), *crew.pids.values()):
                     sizes.setdefault(pid, []).append(resident_bytes(pid))
-                assert len(crew.executor.coordinator._inbox) < 10
+                assert len(crew.executor.coordinator.inbox) < 10
 
     train(crew, model_with(), batches(600, samples=256), callbacks=[Measures()], max_grad_norm=1.0)
     for found in sizes.values():
@@ -475,5 +529,4 @@ def test_nothing_accumulates(crew: Crew, caplog: pytest.LogCaptureFixture) -> No
 
 
 def resident_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

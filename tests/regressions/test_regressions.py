@@ -431,22 +431,12 @@ def test_a_torchscript_trace_has_no_signature() -> None:
 # -- not right yet ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="pipeline/stage.py `_conclude`: a loss that needs no gradient leaves no root; nothing is trained",
-)
 def test_training_under_no_grad_is_refused() -> None:
     """A plain loop fails with "does not require grad"; here nothing was trained and a loss was reported."""
     with torch.no_grad(), pytest.raises(TorchSlicerError):
         trained(seeded(mlp4))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="pipeline/stage.py `_conclude`: the same for a model whose output is detached",
-)
 def test_a_detached_output_is_refused() -> None:
     """Nothing was trained, without a word."""
 
@@ -458,11 +448,6 @@ def test_a_detached_output_is_refused() -> None:
         trained(seeded(Detached))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="cutting.py `look_at`: parameters replaced after slice() are not noticed; compare their identities",
-)
 @pytest.mark.parametrize("how", ["assigned", "loaded"])
 def test_parameters_replaced_after_slice_are_trained(how: str) -> None:
     """The old Parameter object went on being trained, while the layer used the new one."""
@@ -477,11 +462,6 @@ def test_parameters_replaced_after_slice_are_trained(how: str) -> None:
     assert_same_bits(Result(snapshot(model), []), expected, losses=False)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="pipeline/parameters.py `_alias`: hooks of a tied parameter are not on its aliases; run them on the sum",
-)
 def test_a_gradient_hook_on_a_tied_parameter_is_run() -> None:
     """A hook that masks gradients works on a parameter with one use and was ignored on a tied one."""
     model = seeded(Tied)
@@ -491,11 +471,6 @@ def test_a_gradient_hook_on_a_tied_parameter_is_run() -> None:
     assert torch.equal(model.a.weight, before)  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=NotImplementedError,
-    reason="pipeline/optimizers.py `gradient_norms`: no norm of sparse gradients; use the values of the coalesced one",
-)
 def test_clipping_with_sparse_gradients() -> None:
     """NotImplementedError: Could not run 'aten::linalg_vector_norm' with 'SparseCPU'; refuse by name, or do it."""
     model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(16, 4))
@@ -505,11 +480,6 @@ def test_clipping_with_sparse_gradients() -> None:
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="executors/local.py `setup`: a second run on the same executor replaces the one in progress; refuse it",
-)
 def test_training_inside_a_callback_of_the_same_model_is_refused_or_right() -> None:
     """RuntimeError: the executor was not set up; in a step long after the cause."""
     sliced = ts.slice(seeded(mlp4), n=2)
@@ -542,14 +512,9 @@ def plain_epochs(model: nn.Module, change: Callable[[nn.Module], Any]) -> Result
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer.py `_epoch`: the cut is not looked at again; compare settings_of(model), cut anew or refuse",
-)
 @pytest.mark.parametrize("change", [lambda m: setattr(m, "factor", 3.0), lambda m: m.eval()], ids=["number", "eval"])
 def test_a_callback_that_changes_what_forward_reads(change: Callable[[nn.Module], Any]) -> None:
-    """The first epoch's number or flag stayed in the graph as a constant."""
+    """The first epoch's number or flag stayed in the graph as a constant: new numbers, or a refusal."""
 
     class Changes(ts.TrainingCallback):
         def on_epoch_begin(self, epoch: int) -> None:
@@ -558,22 +523,14 @@ def test_a_callback_that_changes_what_forward_reads(change: Callable[[nn.Module]
 
     model = seeded(Factor)
     expected = plain_epochs(model, change)
-    ts.slice(model, n=2).train(
-        MLP.batches(2),
-        {"name": "SGD", "params": {"lr": 0.1}},
-        CRITERION,
-        epochs=2,
-        run_dir=False,
-        callbacks=[Changes()],
-    )
+    spec = {"name": "SGD", "params": {"lr": 0.1}}
+    try:
+        ts.slice(model, n=2).train(MLP.batches(2), spec, CRITERION, epochs=2, run_dir=False, callbacks=[Changes()])
+    except SliceError:  # refusing is right, too
+        return
     assert_same_bits(Result(snapshot(model), []), expected, losses=False)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="api.py `predict`, `evaluate`: they use the cut of the last look; compare settings_of(model) there too",
-)
 def test_a_number_changed_before_predicting() -> None:
     """predict() went on with the number of the time when the model was cut."""
     model = seeded(Factor)

@@ -1,6 +1,6 @@
 """Worker processes for the tests, started once for many runs, and other programs that are watched line by line.
 
-Importing torch costs seconds, so a module's tests share the workers: a worker serves run after run, and a run with
+Importing torch costs seconds, so the tests share the workers: a worker serves run after run, and a run with
 fewer stages than workers leaves the rest idle.
 """
 
@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import Self
 
 from tests.support.leak_police import LATE_THREADS
+from torchslicer.config import RunConfig
 from torchslicer.discovery import StaticDiscovery
 from torchslicer.executors.distributed import DistributedExecutor
 from torchslicer.simulation import simulated
@@ -79,7 +81,8 @@ class Program:
                         return match
                 left = deadline - time.monotonic()
                 ended = self.process.poll() is not None and not self._thread.is_alive()
-                assert left > 0 and not ended, f"no line like {pattern!r} came:\n{self.output}"
+                if ended or left <= 0:
+                    pytest.fail(f"no line like {pattern!r} came:\n{self.output}")
                 self._arrived.wait(min(left, 0.2))
 
     def wait(self, *, timeout_s: float = 60.0) -> int:
@@ -102,7 +105,7 @@ class Program:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,10 +156,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[DistributedExecutor]:
-    """An executor with four workers of one thread each, for all tests of a module."""
-    with simulated(4, threads=1, trust=["tests"]) as executor:
+    """An executor with four workers of one thread each, for all tests."""
+    patient = RunConfig.create(fault_tolerance__ping_timeout_s=60.0)  # a test in between may hold the interpreter
+    with simulated(4, threads=1, trust=["tests"], run_config=patient) as executor:
         # A control channel starts a thread when it first has to queue something large.
         late = {f"send to {member.control.peer}" for member in executor.coordinator.live()}
         LATE_THREADS.update(late)
@@ -164,9 +168,9 @@ def pool() -> Iterator[DistributedExecutor]:
         LATE_THREADS.difference_update(late)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def peers() -> Iterator[Peers]:
-    """Two workers that listen, for all tests of a module."""
+    """Two workers that listen, for all tests."""
     with listening(2) as found:
         yield found
 

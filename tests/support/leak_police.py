@@ -37,7 +37,7 @@ _PYTHON_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkse
 _TOOL_THREADS = ("TMonitor",)
 
 LATE_THREADS: set[str] = set()
-"""Names of threads that a fixture of a whole module may start while a test runs, and ends itself."""
+"""Names of threads that a fixture of many tests may start while one of them runs, and ends itself."""
 
 
 @dataclass(frozen=True)

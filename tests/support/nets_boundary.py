@@ -67,7 +67,7 @@ class Sleepy(nn.Module):
         """Map (B, 16) to (B, 16)."""
         if bool(x.sum() < -1e9):  # no tracer can enter this module
             return x
-        time.sleep(random.random() * 0.02)  # noqa: S311
+        time.sleep(random.random() * 0.02)
         return torch.tanh(self.linear(x))
 
 

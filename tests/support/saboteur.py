@@ -39,7 +39,7 @@ class Saboteur(nn.Module):
         self.token = os.urandom(8).hex()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if os.getpid() == self.home:
+        if bool(x.sum() > float("inf")) or os.getpid() == self.home:  # what cannot be traced stays one unit
             return x * 1.0
         if self.harm == "backward":
             return _Boom.apply(x, self.token, self.at)

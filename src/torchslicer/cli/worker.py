@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 
@@ -57,6 +58,7 @@ def worker(*, tags: str, trust: tuple[str, ...], log_level: str, exit_with_stdin
 
 
 def _follow_stdin(stop: threading.Event) -> None:
-    while sys.stdin.buffer.read(1):
+    # Not sys.stdin: a thread that waits in it would make the interpreter abort at its end.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     stop.set()

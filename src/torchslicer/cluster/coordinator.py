@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchslicer.cluster.control import Control
-from torchslicer.cluster.door import KNOWN, STRANGER, Door
+from torchslicer.cluster.door import KNOWN, STRANGER, Complaints, Door
 from torchslicer.cluster.hub import PLAIN, check_peer, check_reachable
-from torchslicer.cluster.members import Liveness, Member, loss_of, missing_workers, remote_error, stall_of
+from torchslicer.cluster.inbox import Inbox
+from torchslicer.cluster.members import Liveness, Member, loss_of, missing_workers
 from torchslicer.cluster.messages import (
     PROTOCOL,
     Failed,
     Heartbeat,
     Hello,
-    Message,
     Refused,
     Released,
     Shutdown,
     State,
-    Stepped,
     Welcome,
 )
 from torchslicer.cluster.security import Protection
@@ -50,15 +49,11 @@ logger = logging.getLogger("torchslicer.coordinator")
 
 HELLO_TIMEOUT_S = 5.0
 _SAY_WHO_IS_MISSING_S = 5.0
-_ROOT_CAUSE_S = 2.0
 _MAX_CALLERS = 64
-
-Said = tuple[Member, Any, list[torch.Tensor]]
-"""Who said it, the message, and the tensors that came with it."""
 
 
 class Coordinator:
-    """Takes workers in and passes on what they say. It has one run at a time: see `begin_run`.
+    """Takes workers in, hears what they say, and notices when they are gone.
 
     Args:
         run_id: The run that workers register for.
@@ -88,15 +83,12 @@ class Coordinator:
         self.refused: deque[str] = deque(maxlen=20)
         self.how_to_start = ""
         """The command that starts a worker, for messages; made from the address if empty."""
-        self._inbox: list[Said] = []
-        self._arrivals = 0
-        self._generation = 0
-        self._running: list[Member] = []
-        self._on_trouble: Callable[[], None] | None = None
         self._condition = threading.Condition()
+        self.inbox = Inbox(self._condition)
         self._closed = threading.Event()
         self._listeners: list[Listener] = []
         self._door = Door(_MAX_CALLERS)
+        self._complaints = Complaints(logger)
         self._threads: list[threading.Thread] = []
         self._start(self._watch)
 
@@ -134,7 +126,7 @@ class Coordinator:
             channel.close(timeout_s=0)
             if not self._closed.is_set():
                 self.refused.append(f"{channel.peer}: {error}")
-                logger.warning("a connection from %s was not taken in: %s", channel.peer, error)
+                self._complaints.warn("a connection from %s was not taken in: %s", channel.peer, error)
 
     def adopt(self, channel: Channel) -> Member:
         """Take in the worker at the other end of *channel*; if it is not taken in, the channel is closed.
@@ -274,13 +266,11 @@ class Coordinator:
         with self._condition:
             if isinstance(message, Released) and message.generation == member.busy:
                 member.busy = None
-            if getattr(message, "generation", None) == self._generation:
-                self._arrivals += 1
-                if tensors is not None and not isinstance(message, Stepped):
-                    self._inbox.append((member, message, tensors))
+            if tensors is not None:
+                self.inbox.put(member, message, tensors)
             self._condition.notify_all()
         if isinstance(message, Failed):
-            self._trouble(member)
+            self.inbox.trouble(member)
 
     def _lose(self, member: Member, error: TorchSlicerError) -> None:
         with self._condition:
@@ -291,15 +281,8 @@ class Coordinator:
             self._condition.notify_all()
         if first and not self._closed.is_set():
             logger.warning("%s is gone: %s", member, error)
-        self._trouble(member)
+        self.inbox.trouble(member)
         member.control.close(timeout_s=0)
-
-    def _trouble(self, member: Member) -> None:
-        """Wake whoever waits for data and not for messages."""
-        with self._condition:
-            call = self._on_trouble if member in self._running else None
-        if call is not None:
-            call()
 
     def _watch(self) -> None:
         """Send heartbeats, and give up workers that are silent for too long."""
@@ -318,96 +301,6 @@ class Coordinator:
                     member.control.beat(Heartbeat())
                 except TransportError as error:
                     self._lose(member, error)
-
-    # -- a run -----------------------------------------------------------------------------------------------
-
-    def begin_run(self, generation: int, members: Sequence[Member], *, on_trouble: Callable[[], None]) -> None:
-        """From now on hear of the run *generation* only, in which ``members[i]`` has stage ``i``.
-
-        *on_trouble* is called, by any thread, when one of them fails or is lost.
-        """
-        with self._condition:
-            self._generation, self._running, self._on_trouble = generation, list(members), on_trouble
-            self._inbox.clear()
-            for stage, member in enumerate(members):
-                member.busy, member.stage = generation, stage
-
-    def end_run(self) -> None:
-        """Throw away what was said of the run; members stay busy until they say that they have let go."""
-        with self._condition:
-            self._on_trouble = None
-            self._generation = -1
-            self._inbox.clear()
-            self._running = []
-
-    def collect(
-        self, kind: type[Message], members: Sequence[Member], *, timeout_s: float, where: Callable[[Any], bool]
-    ) -> dict[str, tuple[Any, list[torch.Tensor]]]:
-        """Return from each of *members* its message of *kind* for which *where* holds.
-
-        Raises:
-            WorkerFailureError: A member of the run died or went silent, or nothing at all came for *timeout_s*.
-            StageError: A stage raised.
-        """
-        wanted = {member.node for member in members}
-        found: dict[str, tuple[Any, list[torch.Tensor]]] = {}
-        with self._condition:
-            arrivals, deadline = self._arrivals, time.monotonic() + timeout_s
-            while True:
-                self._sort_inbox(kind, wanted, found, where)
-                if len(found) == len(wanted):
-                    return found
-                self._raise_failures()
-                if self._arrivals != arrivals:
-                    arrivals, deadline = self._arrivals, time.monotonic() + timeout_s
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    missing = [member for member in members if member.node not in found]
-                    raise stall_of(self._running, missing, kind.__name__, timeout_s)
-                self._condition.wait(left)
-
-    def _sort_inbox(
-        self, kind: type[Message], wanted: set[str], found: dict[str, Any], where: Callable[[Any], bool]
-    ) -> None:
-        rest: list[Said] = []
-        for member, message, tensors in self._inbox:
-            if isinstance(message, kind) and member.node in wanted and member.node not in found and where(message):
-                found[member.node] = (message, tensors)
-            else:
-                rest.append((member, message, tensors))
-        self._inbox = rest
-
-    def _failures(self) -> tuple[list[tuple[Member, Failed]], list[tuple[Member, Failed]], list[Member]]:
-        """Return what members failed with by themselves, what they failed with for want of another, and who is gone."""
-        failed = [(member, message) for member, message, _ in self._inbox if isinstance(message, Failed)]
-        own = [(member, message) for member, message in failed if message.lost_peer is None]
-        passive = [(member, message) for member, message in failed if message.lost_peer is not None]
-        return own, passive, [member for member in self._running if member.lost is not None]
-
-    def _raise_failures(self, *, certain: bool = False) -> None:
-        """Raise what ended the run, if anything did.
-
-        Where a member only tells that it lost another, or the caller is *certain* that something is wrong, wait a
-        moment for the cause: it may be on its way. (Waiting gives the lock free.)
-        """
-        deadline = time.monotonic() + _ROOT_CAUSE_S
-        while True:
-            own, passive, lost = self._failures()
-            if own:
-                raise remote_error(*own[0])
-            if lost:
-                raise loss_of(lost[0])
-            left = deadline - time.monotonic()
-            if left <= 0 and passive:
-                raise remote_error(*passive[0])
-            if left <= 0 or not (passive or certain):
-                return
-            self._condition.wait(left)
-
-    def raise_cause(self) -> None:
-        """Raise what ended the run; return after a moment if nobody says."""
-        with self._condition:
-            self._raise_failures(certain=True)
 
     def give_up(self, member: Member, error: TorchSlicerError) -> None:
         """End the connection to a worker, which may register anew."""

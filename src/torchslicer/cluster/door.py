@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from torchslicer.transport.base import Channel
@@ -11,11 +12,43 @@ from torchslicer.transport.frame import FrameLimits
 
 logger = logging.getLogger("torchslicer.cluster")
 
+_WARN_EVERY_S = 5.0
+
 STRANGER = FrameLimits(max_payload_bytes=0, max_control_bytes=64 << 10)
 """What is accepted of a caller before it has proved who it is."""
 
 KNOWN = FrameLimits()
 """What is accepted of a member of the run."""
+
+
+class Complaints:
+    """Warns of callers that were sent away: the first at once, then a number from time to time, however many come.
+
+    Args:
+        to: The logger.
+    """
+
+    def __init__(self, to: logging.Logger) -> None:
+        self._logger = to
+        self._lock = threading.Lock()
+        self._kept_back = 0
+        self._next = 0.0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Say it, unless something was said a moment ago."""
+        with self._lock:
+            now, kept_back = time.monotonic(), self._kept_back
+            quiet = now < self._next
+            if quiet:
+                self._kept_back += 1
+            else:
+                self._next, self._kept_back = now + _WARN_EVERY_S, 0
+        if quiet:
+            self._logger.debug(text, *values)
+        elif kept_back:
+            self._logger.warning(f"{text}; and %d more were sent away before", *values, kept_back)  # noqa: G004
+        else:
+            self._logger.warning(text, *values)
 
 
 class Door:
@@ -33,7 +66,7 @@ class Door:
         self._lock = threading.Lock()
         self._callers: dict[int, Channel] = {}
         self._threads: set[threading.Thread] = set()
-        self._warned = False
+        self._complaints = Complaints(logger)
 
     def __len__(self) -> int:
         return len(self._callers)
@@ -65,12 +98,11 @@ class Door:
             self._callers.pop(id(channel), None)
 
     def _send_away(self, channel: Channel) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "more than %d connections at once that do not say who they are; the longest-standing are dropped, "
-                "such as one from %s", self._limit, channel.peer,
-            )  # fmt: skip
+        self._complaints.warn(
+            "more than %d connections at once that do not say who they are; the one from %s was dropped",
+            self._limit,
+            channel.peer,
+        )
         channel.close(timeout_s=0)
 
     def close(self) -> None:

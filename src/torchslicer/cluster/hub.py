@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from torchslicer.cluster.door import KNOWN, STRANGER, Door
+from torchslicer.cluster.door import KNOWN, STRANGER, Complaints, Door
 from torchslicer.cluster.messages import Attach, Attached, Endpoint, Reach, decode, encode
 from torchslicer.cluster.security import Protection, advertised_address, parse_address
 from torchslicer.errors import DeadlineError, PeerClosedError, ProtocolError, TorchSlicerError, TransportError
@@ -85,6 +85,7 @@ class Hub:
         self._arrived: list[_Arrival] = []
         self._condition = threading.Condition()
         self._door = Door()
+        self._complaints = Complaints(logger)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._accept, args=(listener,), name="torchslicer-hub", daemon=True)
@@ -121,8 +122,8 @@ class Hub:
                 send_message(channel, Attached())
             channel.close()
         except TorchSlicerError as error:
-            logger.warning("a data connection from %s was refused: %s", channel.peer, error)
-            channel.close()
+            self._complaints.warn("a data connection from %s was refused: %s", channel.peer, error)
+            channel.close(timeout_s=0)
 
     def _arrive(self, arrival: _Arrival) -> None:
         with self._condition:

@@ -98,7 +98,7 @@ class ClusterRun:
             for mode, cut in ((True, training), (False, evaluation))
         }
 
-        coordinator.begin_run(generation, self.members, on_trouble=self._on_trouble)
+        coordinator.inbox.begin(generation, self.members, on_trouble=self._on_trouble)
 
     def _on_lost(self, rank: int, error: TorchSlicerError) -> None:
         self._mailbox.fail(WorkerFailureError(f"{self.members[rank].with_stage}: the data connection broke: {error}"))
@@ -140,7 +140,7 @@ class ClusterRun:
     def _check(self) -> None:
         """Raise what ended the run, if anything has."""
         if self._mailbox.failure is not None:
-            self.coordinator.raise_cause()
+            self.coordinator.inbox.raise_cause()
             self._mailbox.check()
 
     def _threads(self) -> dict[str, int]:
@@ -187,7 +187,7 @@ class ClusterRun:
         """End the run; workers are free for the next."""
         self._tell_all(Release(generation=self.generation))
         self._collect(Released, self.members, timeout_s=self.settings.start_timeout_s)
-        self.coordinator.end_run()
+        self.coordinator.inbox.end()
         self._links.close()
 
     def abort(self, reason: str) -> None:
@@ -204,7 +204,7 @@ class ClusterRun:
                 self.coordinator.give_up(member, error)
         self._links.close(timeout_s=0)
         self.coordinator.wait_released(live, timeout_s=_ABORT_TIMEOUT_S)
-        self.coordinator.end_run()
+        self.coordinator.inbox.end()
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class ClusterRun:
     def _collect(
         self, kind: type[Message], members: Sequence[Member], *, timeout_s: float | None = None, where: Any = None
     ) -> dict[str, tuple[Any, list[torch.Tensor]]]:
-        return self.coordinator.collect(
+        return self.coordinator.inbox.collect(
             kind,
             members,
             timeout_s=self.settings.stall_timeout_s if timeout_s is None else timeout_s,
@@ -311,7 +311,7 @@ class ClusterRun:
 
     def _cause(self, member: Member, error: TorchSlicerError) -> WorkerFailureError:
         """Raise what ended the run, if a worker says it; else return *error* with the name of the worker."""
-        self.coordinator.raise_cause()
+        self.coordinator.inbox.raise_cause()
         return error if isinstance(error, WorkerFailureError) else WorkerFailureError(f"{member.with_stage}: {error}")
 
 

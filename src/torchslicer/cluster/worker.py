@@ -141,6 +141,7 @@ class Worker:
             ProtocolError: The coordinator refused this worker.
             TransportError: The coordinator did not answer.
         """
+        _import_what_optimizers_import()
         channel.limits = STRANGER
         control = Control(channel)
         try:
@@ -359,6 +360,11 @@ class _Run:
             session.close()
         if assignment is not None:
             assignment.close()
+
+
+def _import_what_optimizers_import() -> None:
+    """Make an optimizer: the first one of a process imports much of torch, which takes seconds. Not in a run, then."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 def _words(message: Any) -> str:

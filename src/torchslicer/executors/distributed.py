@@ -128,7 +128,7 @@ class DistributedExecutor:
                 self.coordinator.close()
                 raise
             self.address = listener.address
-            self.join_command = self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
+            self.join_command, self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
             self.coordinator.listen(listener)
         options = worker_options(self.config, tls=tls, protection=self.protection)
         self._host = None if host_stage is None else _HostedStage(self.coordinator, host_threads, options)
@@ -322,7 +322,8 @@ class _HostedStage:
             listener = TcpListener(f"unix:{self._folder.name}/driver")
             self._address = listener.address
             self._coordinator.listen(listener)
-        name = f"driver-{secrets.token_hex(4)}"
+        # With certificates it has the driver's, so it must have the name in it.
+        name = self._coordinator.protection.node or f"driver-{secrets.token_hex(4)}"
         self._workers = LocalWorkers(
             self._address, [name], threads=self._threads, trust=required, options=self._options
         )

@@ -68,14 +68,18 @@ def protect_coordinator(address: str, run_id: str, protection: Protection) -> tu
     return gate.protection, gate, False
 
 
-def how_to_start(address: str, gate: JoinGate | None, protection: Protection) -> str:
-    """Return the command that starts a worker for a coordinator at *address*; say it if it holds a join string."""
+def how_to_start(address: str, gate: JoinGate | None, protection: Protection) -> tuple[str, str]:
+    """Return the command that starts a worker for a coordinator at *address*, and the same for errors and logs.
+
+    If it holds a join string, it is said here, once.
+    """
     if gate is not None:
         command = gate.command(address)
         logger.warning("start workers with: %s", command)
-        return command
+        return command, command.replace(gate.joining.reveal(), "STRING (printed when the coordinator started)")
     files = " --tls-ca ca.pem --tls-cert NAME.pem --tls-key NAME.key" if protection.material is not None else ""
-    return f"torchslicer worker --coordinator {advertised_address(address)}{files}"
+    command = f"torchslicer worker --coordinator {advertised_address(address)}{files}"
+    return command, command
 
 
 def worker_options(config: RunConfig, *, tls: Tls | None, protection: Protection) -> list[str]:

@@ -17,16 +17,21 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def settings_of(graph: ModelGraph) -> Settings:
-    """Return what a trace takes for granted: which modules there are, and the plain attributes that it has read.
+    """Return what a trace takes for granted: which modules and parameters there are, and attributes that it has read.
 
     ``training`` flags are among them, and numbers such as a drop rate. Modules that the graph calls whole read their
     attributes anew at each call, so theirs do not count.
     """
     whole = {id(child) for module in graph.modules.values() for child in module.modules()}
-    return tuple(
+    modules = tuple(
         (path, id(module), () if id(module) in whole else _plain_attributes(module))
         for path, module in graph.model.named_modules(remove_duplicate=False)
     )
+    return modules + tuple((name, id(parameter), ()) for name, parameter in graph.model.named_parameters())
+
+
+def _without_flags(settings: Settings) -> list[object]:
+    return [(p, number, [pair for pair in pairs if pair[0] != "training"]) for p, number, pairs in settings]
 
 
 def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
@@ -60,9 +65,10 @@ class ModeGraphs:
     evaluation: ModelGraph
     settings: Settings
 
-    def is_current(self) -> bool:
-        """Whether the model is still as it was when it was traced."""
-        return self.settings == settings_of(self.training)
+    def is_current(self, *, with_flags: bool = True) -> bool:
+        """Whether the model is still as it was when it was traced; without flags, ``training`` may have changed."""
+        now = settings_of(self.training)
+        return self.settings == now if with_flags else _without_flags(self.settings) == _without_flags(now)
 
 
 def trace_modes(model: nn.Module, trace: Callable[[], ModelGraph]) -> ModeGraphs:

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from torchslicer.errors import SliceError, TraceError
 from torchslicer.graph.attributes import AttributeSnapshot, own_copy
+from torchslicer.graph.generators import EXCLUSIVE
 from torchslicer.graph.model import Ambient
 
 _DESCENDED = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
@@ -66,7 +67,7 @@ class WholeModuleTracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._tensor_paths = {id(tensor): name for name, tensor in _named_tensors(root)}
         self._outer_autocast = _autocast_state()
-        with _TRACING, torch.enable_grad(), _unchanged(root), self._recorded_calls():
+        with _TRACING, EXCLUSIVE, torch.enable_grad(), _unchanged(root), self._recorded_calls():
             return super().trace(root, concrete_args)
 
     def create_args_for_root(

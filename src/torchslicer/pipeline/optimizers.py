@@ -330,6 +330,7 @@ def _scheduler_classes() -> dict[str, type]:
 
 def gradient_norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each gradient, in order; bitwise what `torch.nn.utils.clip_grad_norm_` computes."""
+    grads = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in grads]
     norms: list[Tensor | None] = [None] * len(grads)
     for indices in _alike(grads).values():
         made = torch._foreach_norm([grads[i].detach() for i in indices], 2.0)

@@ -106,7 +106,7 @@ class ParameterTable:
                 gradient = gradients[unit]
                 if gradient is not None:
                     total = gradient.to(main.device) if total is None else total + gradient.to(main.device)
-            main.grad = total
+            main.grad = total if total is None else _hooked(main, total)
 
     def refresh_aliases(self) -> None:
         """Copy updated parameters into aliases that live on another device; others share the storage."""
@@ -123,6 +123,14 @@ class ParameterTable:
         for uses in self.aliases.values():
             for alias in uses.values():
                 alias.grad = None
+
+
+def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the gradient hooks of a parameter, which autograd runs only where it meets the parameter itself."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 class _WithAliases:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from torchslicer.graph.generators import EXCLUSIVE
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -42,7 +44,12 @@ def seed_unit(key: int, unit: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def preserved_rng(devices: tuple[torch.device, ...] = ()) -> Iterator[None]:
-    """Give the caller's global generators back as they were."""
+    """Give the caller's global generators back as they were; other threads wait meanwhile."""
+    with EXCLUSIVE:
+        yield from _preserved(devices)
+
+
+def _preserved(devices: tuple[torch.device, ...]) -> Iterator[None]:
     state = torch.default_generator.get_state()
     cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
     try:

@@ -246,8 +246,12 @@ class Stage:
             result.output = output
             return
         loss = self.options.loss.weighted_loss(output, move(work.target, self.options.device), work.share)
-        if loss.requires_grad:
-            live.roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
+        if not loss.requires_grad:
+            raise StageError(
+                "the loss depends on no parameter that requires a gradient, so nothing would be trained: is the output "
+                "detached, or train() called under torch.no_grad()?"
+            )
+        live.roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
         result.loss = loss.detach()
 
     def _add_aux_losses(

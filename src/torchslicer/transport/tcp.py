@@ -6,9 +6,8 @@
 >>> client.send(Frame.of_message({"op": "hello"}), timeout_s=5)
 >>> server.receive(timeout_s=5).message()
 {'op': 'hello'}
->>> client.close()
-... server.close()
-... listener.close()
+>>> for each in (client, server, listener):
+...     each.close()
 """
 
 from __future__ import annotations
@@ -292,7 +291,11 @@ class TcpListener:
             for listening in self._ready(min(deadline.remaining_s, TICK_S)):
                 with contextlib.suppress(OSError):  # gone again before it was accepted
                     sock, _ = listening.accept()
-                    return self._channel(sock)
+                    try:
+                        return self._channel(sock)
+                    except OSError:
+                        sock.close()
+                        raise
             if deadline.passed:
                 raise DeadlineError(f"nobody connected to {self.address} within {timeout_s:g} s")
 
@@ -300,6 +303,8 @@ class TcpListener:
         """Stop listening and remove the UNIX socket; accepted channels stay open."""
         sockets, self._sockets = self._sockets, []
         for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # forked processes have copies, which would keep the port
             sock.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
+from torchslicer.cluster.door import Complaints
 from torchslicer.cluster.security.addresses import advertised_address
 from torchslicer.cluster.security.authority import AUTOMATIC_LIFETIME, Authority
 from torchslicer.cluster.security.exchange import DEADLINE_S, serve_session
@@ -46,6 +47,7 @@ class JoinGate:
         self.live: Callable[[], Collection[str]] = frozenset
         self._server = JoinServer(authority, self.joining, leaf=material.certificate, slots=max_nodes)
         self._granted: dict[str, float] = {}
+        self._complaints = Complaints(logger)
 
     def command(self, address: str) -> str:
         """Return the line that starts a worker of the run; it holds the token."""
@@ -69,10 +71,10 @@ class JoinGate:
             with channel.hand_over() as connection:
                 node = serve_session(connection, self._server.session(_host(channel.peer)), deadline=deadline)
         except OSError as error:  # of the peer's making: gone, or too slow
-            logger.info("join: %s did not finish: %s", channel.peer, error)
+            self._complaints.warn("join: %s did not finish: %s", channel.peer, error)
             return True
         if node is None:
-            logger.warning("join: %s was refused", channel.peer)
+            self._complaints.warn("join: %s was refused", channel.peer)
         else:
             self._granted[node] = time.monotonic()
             logger.info("join: %s is now %s of the run", channel.peer, node)
