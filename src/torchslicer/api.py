@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,17 @@ from torchslicer.callbacks import CallbackList, Metrics, TrainingCallback
 from torchslicer.config import RunConfig
 from torchslicer.cutting import CutRequest, Cutter, on_device_of
 from torchslicer.errors import ConfigError, DataError
-from torchslicer.events import EventBus, Observer
 from torchslicer.executors.base import Cut, Executor
 from torchslicer.executors.local import LocalExecutor
 from torchslicer.graph.model import ModelGraph
 from torchslicer.metrics import MetricSpec
+from torchslicer.observers import observers, warn_about_modes
 from torchslicer.partition import Plan
 from torchslicer.pipeline.batch import Batch, BatchReader
-from torchslicer.pipeline.batchnorm import training_batch_norms
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
 from torchslicer.pipeline.options import TrainingOptions
-from torchslicer.progress import ProgressBar
-from torchslicer.runlog import RunLog
-from torchslicer.settings import TrainSettings, build_options, resolve_config
+from torchslicer.settings import TrainSettings, build_options, check_given, check_model, note_names, resolve_config
 from torchslicer.trainer import Run, Trainer, evaluate
 
 logger = logging.getLogger("torchslicer")
@@ -206,11 +202,9 @@ class SlicedModel:
             accumulate, recompute, batch_norm, seed, target_key,
         )  # fmt: skip
         config = resolve_config(settings, run_config)
-        _note_names(config, optimizer, criterion)
-        if optimizer is None and run_config is None:
-            raise ConfigError('train: no optimizer; give one such as {"name": "SGD", "params": {"lr": 0.1}}')
-        if criterion is None and run_config is None:
-            raise ConfigError('train: no criterion; give one such as "cross_entropy"')
+        config.network.insecure = self.executor.insecure
+        check_given(optimizer, criterion, has_config=run_config is not None)
+        note_names(config, optimizer, criterion)
         options = build_options(
             config,
             optimizer=optimizer,
@@ -219,25 +213,21 @@ class SlicedModel:
             num_stages=self.plan.num_stages,
             shared_inputs=tuple(shared_inputs),
         )
-        config.network.insecure = self.executor.insecure
-        options.optimizer.check(list(self.model.named_parameters()))
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ConfigError("train: no parameter of the model requires a gradient, so there is nothing to train")
+        check_model(self.model, options)
         hooks = CallbackList(callbacks or ())
         self._options, self._target_key = options, config.training.target_key
-        first_epoch = self._look_at_first_batch(loader, options)
-        _warn_about_modes(self.model, options)
         run = Run(
             run_id=config.run_id,
             config=config.to_dict(),
             epochs=config.training.epochs,
             loader=loader,
-            first_epoch=first_epoch,
+            first_epoch=self._look_at_first_batch(loader, options),
             reader=self._reader(),
             eval_loader=eval_loader,
             metrics=metrics,
         )
-        with self._exclusive(), _observers(config, run_dir, loader, options, verbose=verbose) as bus:
+        warn_about_modes(self.model, options)
+        with self._exclusive(), observers(config, run_dir, loader, options, verbose=verbose) as bus:
             return Trainer(self.executor, self._cutter.cut, options, hooks, bus).fit(run)
 
     @contextlib.contextmanager
@@ -368,14 +358,6 @@ class SlicedModel:
         return self._options is not None and self._options.mixed_precision
 
 
-def _note_names(config: RunConfig, optimizer: Any, criterion: Any) -> None:
-    """Let the resolved configuration show what is trained with, where that can be written down."""
-    if isinstance(optimizer, (str, Mapping)):
-        config.training.optimizer = optimizer  # type: ignore[assignment]
-    if isinstance(criterion, (str, Mapping)):
-        config.training.criterion = criterion  # type: ignore[assignment]
-
-
 def _check_shared(shared: Sequence[str], batch: Batch) -> None:
     for name in shared:
         if name not in batch.inputs:
@@ -385,57 +367,3 @@ def _check_shared(shared: Sequence[str], batch: Batch) -> None:
 def _sample(batch: Batch, options: TrainingOptions) -> Batch:
     """Return a few samples of *batch*: enough to compare graph and model, too few to raise the peak of memory."""
     return split_batch(batch, max(batch.size // SAMPLES_TO_VERIFY, 1), options.shared_inputs)[0]
-
-
-def _warn_about_modes(model: nn.Module, options: TrainingOptions) -> None:
-    """Say what users often overlook: a model in evaluation mode, BatchNorm under micro-batches."""
-    if not model.training:
-        warnings.warn(
-            "the model is in evaluation mode: dropout is off and BatchNorm frozen while training; call model.train() "
-            "before if that is not meant",
-            stacklevel=3,
-        )
-    names = list(training_batch_norms(model))
-    if names and options.num_microbatches > 1 and options.batch_norm == "per_microbatch":
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        warnings.warn(
-            f"BatchNorm normalises each of the {options.num_microbatches} micro-batches by itself, so results differ "
-            f"from the whole batch's, in: {shown}. batch_norm='deferred' updates running statistics once a step",
-            stacklevel=3,
-        )
-
-
-@contextlib.contextmanager
-def _observers(
-    config: RunConfig,
-    run_dir: str | Path | bool | None,
-    loader: Iterable[Any],
-    options: TrainingOptions,
-    *,
-    verbose: bool,
-) -> Iterator[EventBus]:
-    observers: list[Observer] = []
-    if verbose:
-        observers.append(ProgressBar(_steps_per_epoch(loader, options.accumulate)))
-    log = _open_log(config, run_dir)
-    try:
-        yield EventBus([*([log] if log else []), *observers])
-    finally:
-        if log is not None:
-            log.close()
-
-
-def _open_log(config: RunConfig, run_dir: str | Path | bool | None) -> RunLog | None:
-    if run_dir is False or (run_dir in (None, True) and not config.logging.enabled):
-        return None
-    directory = Path(config.logging.dir) / config.run_id if run_dir in (None, True) else Path(str(run_dir))
-    log = RunLog(directory)
-    log.write_config(config.to_yaml_text())
-    return log
-
-
-def _steps_per_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
-    try:
-        return -(-len(loader) // accumulate)  # type: ignore[arg-type]
-    except TypeError:  # a dataset without a length
-        return None

@@ -59,6 +59,7 @@ def run_worker(
     insecure: bool = False,
     once: bool = False,
     stop: threading.Event | None = None,
+    exit_after_s: float | None = None,
     run_config: RunConfig | None = None,
 ) -> None:
     """Serve as a worker until told to stop (SIGTERM, SIGINT, the coordinator's word, or *stop*).
@@ -81,6 +82,7 @@ def run_worker(
         insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
         once: End when the first coordinator is gone.
         stop: Set it to end the worker from another thread.
+        exit_after_s: End the process if, told to stop, a stage's code has not returned after that time.
         run_config: Where settings come from that are not given.
 
     Raises:
@@ -100,7 +102,7 @@ def run_worker(
     Allowed(trust)  # says now what must not be trusted, not in the first run
     protection = given_protection(config, tls=tls, insecure=insecure)
     node = _node(name, protection)
-    ending = _Ending(stop)
+    ending = _Ending(stop, exit_after_s)
     with ending:
         if coordinator is not None and protection.material is None:
             joining = _join_string(join, join_file)
@@ -338,8 +340,9 @@ class _Waiting:
 class _Ending:
     """Lets SIGTERM and SIGINT (in the main thread) and an event stop the worker, also before there is one."""
 
-    def __init__(self, stop: threading.Event | None) -> None:
+    def __init__(self, stop: threading.Event | None, exit_after_s: float | None) -> None:
         self.event = threading.Event()
+        self._exit_after_s = exit_after_s
         self.worker: Worker | None = None
         self._stop = stop
         self._before: dict[int, Callable[..., object] | int | None] = {}
@@ -364,6 +367,14 @@ class _Ending:
         self.event.set()
         if self.worker is not None:
             self.worker.stop()
+        if self._exit_after_s is not None:
+            threading.Thread(target=self._force, name="torchslicer-force", daemon=True).start()
+
+    def _force(self) -> None:
+        """End the process when the code of a stage does not return; there is no other way to stop it."""
+        if not self._done.wait(self._exit_after_s):
+            logger.error("a stage did not return within %.0f s; the process ends", self._exit_after_s)
+            os._exit(143)
 
     def __exit__(self, *_: object) -> None:
         self._done.set()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from torchslicer.config import RunConfig
 from torchslicer.errors import ConfigError
@@ -89,6 +92,29 @@ def schedule_of(config: RunConfig) -> tuple[str, int]:
     if config.pipeline.schedule is None:
         return "gpipe", 1
     return config.pipeline.schedule, config.pipeline.n_micro
+
+
+def check_given(optimizer: Any, criterion: Any, *, has_config: bool) -> None:
+    """Raise `ConfigError` if it is nowhere said how to train."""
+    if optimizer is None and not has_config:
+        raise ConfigError('train: no optimizer; give one such as {"name": "SGD", "params": {"lr": 0.1}}')
+    if criterion is None and not has_config:
+        raise ConfigError('train: no criterion; give one such as "cross_entropy"')
+
+
+def note_names(config: RunConfig, optimizer: Any, criterion: Any) -> None:
+    """Let the resolved configuration show what is trained with, where that can be written down."""
+    if isinstance(optimizer, (str, Mapping)):
+        config.training.optimizer = optimizer  # type: ignore[assignment]
+    if isinstance(criterion, (str, Mapping)):
+        config.training.criterion = criterion  # type: ignore[assignment]
+
+
+def check_model(model: nn.Module, options: TrainingOptions) -> None:
+    """Raise `ConfigError` if the optimizer does not suit the model, or nothing of it can be trained."""
+    options.optimizer.check(list(model.named_parameters()))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("train: no parameter of the model requires a gradient, so there is nothing to train")
 
 
 def build_options(

@@ -109,12 +109,12 @@ def simulate(
         run_config: As for `SlicedModel.train`.
         training: Further arguments of `SlicedModel.train`.
     """
-    n = n if cuts is None else len(cuts) + 1
+    # Cut first: what is wrong with that is said before any process starts.
+    sliced: SlicedModel = slice(model, strategy, n if cuts is None else None, None, pack, cuts=cuts, example=example)
     trusted = _packages(model, criterion) if trust is None else trust
-    with simulated(n, transport=transport, threads=threads, trust=trusted, run_config=run_config) as executor:
-        sliced: SlicedModel = slice(
-            model, strategy, n if cuts is None else None, executor, pack, cuts=cuts, example=example
-        )
+    with simulated(
+        sliced.plan.num_stages, transport=transport, threads=threads, trust=trusted, run_config=run_config
+    ) as sliced.executor:
         return sliced.train(loader, optimizer, criterion, run_config=run_config, **training)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import torchslicer as ts
-from tests.support.cluster import Peers, Program, travelling_by, write_script
+from tests.support.cluster import Peers, Program, free_address, travelling_by, write_script
 from tests.support.driver import sliced_train, train_case
 from tests.support.models import MLP, mlp4
 from tests.support.oracle import SGD, assert_same_bits
@@ -40,13 +40,6 @@ def assert_still_works(pool: DistributedExecutor, n: int = 2) -> None:
     """Fail unless the workers still give the bits of local training."""
     want = train_case(MLP, SGD, n=2, steps=2)
     assert_same_bits(train_case(MLP, SGD, n=n, steps=2, slice_options={"executor": pool}), want)
-
-
-def free_address() -> str:
-    """Return an address of loopback that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 @contextlib.contextmanager
@@ -362,7 +355,7 @@ def test_s44_what_no_worker_can_import_is_refused_before_the_first_batch(
     assert_still_works(pool)
 
 
-# Logs (S57)
+# What is logged
 
 
 def test_s57_logs_go_to_one_namespace_and_nothing_is_printed(
@@ -380,7 +373,7 @@ def test_s57_logs_go_to_one_namespace_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
-# Pickles (S58)
+# What becomes of a pickle
 
 
 class Pwn:

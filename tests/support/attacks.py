@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from torchslicer.transport.frame import Frame, FrameKind, encode_header
+from torchslicer.transport.dtypes import code_of
+from torchslicer.transport.frame import FrameHeader, FrameKind, encode_header
+from torchslicer.transport.geometry import geometry_of
 
 Connect = Callable[[], socket.socket]
 
@@ -67,8 +69,8 @@ def slow(connect: Connect, over: threading.Event) -> None:
 
 def huge(connect: Connect, over: threading.Event) -> None:
     """Announce a tensor of a gigabyte, and send as much of it as is taken."""
-    header = Frame.of_tensor(FrameKind.FORWARD, torch.empty(1 << 28, device="meta").new_empty(0)).header
-    wire = encode_header(header._replace(payload_bytes=1 << 30))
+    geometry = geometry_of((1 << 28,), (1,), code_of(torch.float32))
+    wire = encode_header(FrameHeader(FrameKind.FORWARD, payload_bytes=geometry.payload_bytes, geometry=geometry))
     block = bytes(1 << 20)
     while not over.is_set():
         with contextlib.suppress(OSError), connect() as sock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -173,6 +174,13 @@ def peers() -> Iterator[Peers]:
     """Two workers that listen, for all tests."""
     with listening(2) as found:
         yield found
+
+
+def free_address() -> str:
+    """Return an address of loopback that nothing listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 def write_script(folder: Path, text: str, name: str = "driver.py") -> str:

@@ -1,4 +1,4 @@
-"""The command line: ``torchslicer demo | plan | schedule``.
+"""The command line: ``torchslicer demo | plan | schedule | worker | selftest | certs``.
 
 A user's error is one message on stderr and the error's exit code (docs/errors.md); ``torchslicer --debug ...`` shows
 the traceback instead.
@@ -17,6 +17,7 @@ from torchslicer.cli.certs import certs
 from torchslicer.cli.demo import demo
 from torchslicer.cli.plan import plan
 from torchslicer.cli.schedule import schedule
+from torchslicer.cli.selftest import selftest
 from torchslicer.cli.worker import worker
 from torchslicer.errors import TorchSlicerError
 
@@ -50,3 +51,4 @@ main.add_command(plan)
 main.add_command(schedule)
 main.add_command(certs)
 main.add_command(worker)
+main.add_command(selftest)

@@ -28,6 +28,9 @@ from torchslicer.cli.digits import (
 from torchslicer.cli.schedule import described, named_schedule
 from torchslicer.config import RunConfig
 from torchslicer.errors import ConfigError
+from torchslicer.executors.base import Executor
+from torchslicer.executors.local import LocalExecutor
+from torchslicer.simulation import simulated
 
 _BATCH_SIZE = 64
 
@@ -42,6 +45,7 @@ class Settings:
     epochs: int
     seed: int
     runs: Path
+    mode: str = "local"
 
 
 @click.command()
@@ -53,6 +57,13 @@ class Settings:
     show_default=True,
     help="Order of work.",
 )
+@click.option(
+    "--mode",
+    type=click.Choice(["local", "simulate"]),
+    default="local",
+    show_default=True,
+    help="Stages in this process, or each in a worker process of its own.",
+)
 @click.option("--microbatches", "-m", type=int, help="Pieces of a batch.  [default: 4; 1 for plain]")
 @click.option("--epochs", type=int, default=8, show_default=True, help="Passes over the data.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the split and the order.")
@@ -63,13 +74,13 @@ class Settings:
     show_default=True,
     help="Where the run's folder goes.",
 )
-def demo(*, n: int, schedule: str, microbatches: int | None, epochs: int, seed: int, runs: Path) -> None:
+def demo(*, n: int, schedule: str, mode: str, microbatches: int | None, epochs: int, seed: int, runs: Path) -> None:
     """Train a sliced residual network on real handwritten digits, and compare it with the same training unsliced."""
     if schedule == "plain" and microbatches not in (None, 1):
         raise ConfigError(f"--schedule plain has no micro-batches, got --microbatches {microbatches}; leave one out")
     pieces = microbatches if microbatches is not None else 1 if schedule == "plain" else 4
     with _one_thread():
-        run(Settings(n, schedule, pieces, epochs, seed, runs))
+        run(Settings(n, schedule, pieces, epochs, seed, runs, mode))
 
 
 @contextlib.contextmanager
@@ -103,11 +114,23 @@ def run(settings: Settings) -> None:
         f"Training on {len(train.labels)} handwritten digits; epochs: {settings.epochs}, batch size: {_BATCH_SIZE}, "
         f"micro-batches: {settings.microbatches}"
     )
-    seconds = _train_sliced(sliced, train, config, settings)
+    with _executor(settings) as sliced.executor:
+        seconds = _train_sliced(sliced, train, config, settings)
     accuracy = sliced.evaluate(Loader(test, _BATCH_SIZE), metrics=["accuracy"])["accuracy"]
     click.echo(f"test accuracy       {accuracy:.2%} of {len(test.labels)} digits that were held out")
     _compare(model, twin, train, test, settings=settings, sliced_seconds=seconds)
     click.echo(f"run folder          {settings.runs / config.run_id}")
+
+
+@contextlib.contextmanager
+def _executor(settings: Settings) -> Iterator[Executor]:
+    """Yield what runs the stages: this process, or workers of one thread each, as many as stages."""
+    if settings.mode == "local":
+        yield LocalExecutor()
+        return
+    with simulated(settings.n, threads=1) as executor:
+        click.echo(f"workers             {settings.n} processes of this machine, connected to {executor.address}")
+        yield executor
 
 
 def _title(text: str) -> None:

@@ -54,7 +54,7 @@ def worker(*, tags: str, trust: tuple[str, ...], log_level: str, exit_with_stdin
     if exit_with_stdin:
         threading.Thread(target=_follow_stdin, args=(stop,), daemon=True).start()
     names = [tag.strip() for tag in tags.split(",") if tag.strip()] or None
-    run_worker(tags=names, trust=trust, stop=stop, tls=tls if any(tls.values()) else None, **options)  # type: ignore[arg-type]
+    run_worker(tags=names, trust=trust, stop=stop, exit_after_s=10.0, tls=tls if any(tls.values()) else None, **options)  # type: ignore[arg-type]
 
 
 def _follow_stdin(stop: threading.Event) -> None:

@@ -9,8 +9,18 @@ from typing import Any
 
 from torchslicer.cluster.packing import Key
 from torchslicer.errors import DeadlineError
+from torchslicer.transport.frame import FrameKind
 
 _LONGEST_WAIT_S = 1.0
+_WHAT = {
+    FrameKind.FORWARD: "an activation",
+    FrameKind.BACKWARD: "a gradient",
+    FrameKind.INPUT: "an input",
+    FrameKind.TARGET: "the target",
+    FrameKind.OUTPUT: "the output",
+    FrameKind.STATE: "the gradient of a tied parameter",
+    FrameKind.CONTROL: "the factor that gradients are clipped by",
+}
 
 
 class Mailbox:
@@ -87,8 +97,9 @@ class Mailbox:
 
 
 def _words(key: Key) -> str:
-    kind, pass_index, stage, microbatch, value = key
-    return f"{kind.name} of pass {pass_index}, stage {stage}, micro-batch {microbatch}, value {value}"
+    kind, _, stage, microbatch, value = key
+    where = "" if kind in (FrameKind.CONTROL, FrameKind.STATE) else f" of stage {stage}, micro-batch {microbatch}"
+    return f"{_WHAT.get(kind, kind.name)}{where} (value {value})"
 
 
 def _too_long(key: Key, quiet_s: float) -> str:

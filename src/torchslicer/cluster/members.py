@@ -83,7 +83,7 @@ def stall_of(members: Sequence[Member], missing: Sequence[Member], what: str, ti
     named = " and ".join(member.with_stage for member in computing or missing)
     said = "".join(f"\n  {member.with_stage} {member.doing or 'has not said what it does'}" for member in members)
     return WorkerFailureError(
-        f"{named}: nothing came for {timeout_s:g} s ({what} awaited), though all workers are alive:{said}\n"
+        f"{named}: nothing came from any worker for {timeout_s:g} s (awaited: {what}), though all are alive:{said}\n"
         "If a step may take that long, raise stall_timeout_s"
     )
 

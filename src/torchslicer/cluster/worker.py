@@ -124,6 +124,7 @@ class Worker:
         self.stopping = threading.Event()
         self._instance = secrets.token_hex(8)
         self._connection: Connection | None = None
+        _import_what_optimizers_import()
 
     def serve(self, channel: Channel) -> None:
         """Introduce this worker on *channel* and do what comes, until the connection ends or a shutdown is asked for.
@@ -141,7 +142,6 @@ class Worker:
             ProtocolError: The coordinator refused this worker.
             TransportError: The coordinator did not answer.
         """
-        _import_what_optimizers_import()
         channel.limits = STRANGER
         control = Control(channel)
         try:
@@ -274,6 +274,7 @@ class Worker:
                     return
                 if isinstance(message, (Release, Abort)):
                     run.close()
+                    connection.assignment = None  # the next comes only once this one is known to be released
                     connection.control.send(Released(generation=message.generation))
                 else:
                     self._obey(connection, run, message, tensors, assignment)
@@ -320,7 +321,10 @@ class Worker:
             return
         assignment.told = True
         failed = failure_message(assignment, error)
-        logger.error("the run failed here: %s", failed.message)
+        if failed.lost_peer is None:
+            logger.error("the run failed here: %s", failed.message)
+        else:
+            logger.info("the run ended: %s", failed.message)
         with contextlib.suppress(TransportError):
             connection.control.send(failed)
 

@@ -67,6 +67,10 @@ class DistributedExecutor:
         stall_timeout_s: How long nothing at all may come from the workers of a run before it is given up. Workers that
             die or go silent are noticed much sooner; this is for a stage that computes and never returns.
 
+    Attributes:
+        workers: Names of registered workers that the next runs use, in the order of stages; by default the first ones
+            by name.
+
     Raises:
         SecurityError: What was asked is not safe; the message names the ways out.
 
@@ -104,6 +108,7 @@ class DistributedExecutor:
                 f"others; got {host_stage!r} with {type(self.discovery).__name__}"
             )
         self.same_host = same_host
+        self.workers: Sequence[str] | None = None
         self.stall_timeout_s = stall_timeout_s
         self.run_id = self.discovery.run_id or self.config.run_id
         self.protection = given_protection(self.config, tls=tls, insecure=insecure)
@@ -175,7 +180,12 @@ class DistributedExecutor:
     def _members(self, parts: Sequence[ShippedPart]) -> list[Member]:
         count, timeout_s = len(parts), self._discovery_timeout_s()
         if isinstance(self.discovery, CoordinatorDiscovery):
-            return self.coordinator.wait_for(count, timeout_s=timeout_s)
+            if self.workers is None:
+                return self.coordinator.wait_for(count, timeout_s=timeout_s)
+            members = [self.coordinator.members[name] for name in self.workers]
+            for member in members:
+                self.coordinator.wait_until_free(member, timeout_s=timeout_s)
+            return members
         hosted = [] if self._host is None else [self._host.member(parts[0].required)]
         members = [*hosted, *self._dialled(count - len(hosted))]
         for member in members:

@@ -161,10 +161,12 @@ class TlsStream:
             try:
                 self._socket.do_handshake()
             except ssl.SSLWantReadError:
-                _wait(self._socket, select.POLLIN, min(deadline.remaining_s, TICK_S))
+                with _lost(self._peer):
+                    _wait(self._socket, select.POLLIN, min(deadline.remaining_s, TICK_S))
             except ssl.SSLWantWriteError:
-                _wait(self._socket, select.POLLOUT, min(deadline.remaining_s, TICK_S))
-            except OSError as error:
+                with _lost(self._peer):
+                    _wait(self._socket, select.POLLOUT, min(deadline.remaining_s, TICK_S))
+            except (OSError, ValueError) as error:  # ValueError: closed meanwhile on this side
                 raise TransportError(
                     f"TLS handshake with {self._peer} failed: {_reason(error)}; check that both sides use TLS, the "
                     "certificate authority, the name in the certificate and its dates"
