@@ -1,6 +1,7 @@
 """What the examples train: a small GPT and ResNet-18, and data that needs no download.
 
-Workers import this module for the classes of the GPT, so they are started with ``--trust models``.
+Workers need nothing of it: the cut goes through its classes down to torch's layers. A class that has to be kept whole
+would be asked for by name; workers then import it from here if they were started with ``--trust models``.
 """
 
 from __future__ import annotations

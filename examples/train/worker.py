@@ -34,7 +34,7 @@ def main() -> None:
         threads=arguments.threads,
         join_file=arguments.join_file,  # or the variable TORCHSLICER_JOIN
         once=arguments.once,
-        trust=["models"],  # the classes in models.py, beside this file; nothing else of it is accepted
+        trust=["models"],  # classes of models.py beside this file are accepted, besides torch's and the library's
     )
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.process, pytest.mark.usefixtures("one_thread")]
 def hosting(peers: Peers) -> Iterator[DistributedExecutor]:
     """An executor whose own process, already running, holds stage 0."""
     with peers.driver(host_stage=0, host_threads=1) as executor:
-        train_case(MOE, SGD, n=2, steps=1, slice_options={"executor": executor})  # trusts what all cases need
+        train_case(MOE, SGD, n=3, steps=1, slice_options={"executor": executor})  # trusts what all cases need
         yield executor
 
 
