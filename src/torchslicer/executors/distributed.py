@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import secrets
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +147,7 @@ class DistributedExecutor:
         self._options: TrainingOptions | None = None
         self._sent: _Sent | None = None
         self._rate: _Rate | None = None
+        _import_ahead()
 
     # -- a run -----------------------------------------------------------------------------------------------
 
@@ -350,6 +354,12 @@ class _HostedStage:
         if self._workers is not None:
             self._workers.stop()
         self._workers = None
+
+
+def _import_ahead() -> None:
+    """Import, while the workers start, what the first optimizer of a process imports: it takes seconds."""
+    if "torch._dynamo" not in sys.modules:
+        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
 
 
 class _Rate:
