@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torchslicer as ts
-from tests.support.cluster import Peers, Program, free_address, travelling_by, write_script
+from tests.support.cluster import Peers, Program, free_address, travelling_by, until, worker_thread, write_script
 from tests.support.driver import sliced_train, train_case
 from tests.support.models import MLP, mlp4
 from tests.support.oracle import SGD, assert_same_bits
@@ -40,35 +39,6 @@ def assert_still_works(pool: DistributedExecutor, n: int = 2) -> None:
     """Fail unless the workers still give the bits of local training."""
     want = train_case(MLP, SGD, n=2, steps=2)
     assert_same_bits(train_case(MLP, SGD, n=n, steps=2, slice_options={"executor": pool}), want)
-
-
-@contextlib.contextmanager
-def worker_thread(**options: Any) -> Iterator[list[BaseException]]:
-    """Run a worker in a thread of this process; yields the list that an error of it is put into."""
-    stop, errors = threading.Event(), list[BaseException]()
-
-    def serve() -> None:
-        try:
-            run_worker(stop=stop, threads=1, device="cpu", trust=["tests"], **options)
-        except (ts.TorchSlicerError, OSError) as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=serve, name="test-worker")
-    thread.start()
-    try:
-        yield errors
-    finally:
-        stop.set()
-        thread.join(timeout=20.0)
-
-
-def until(condition: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
-    """Wait until *condition* is true and return what it is."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
 
 
 # S30: each worker holds its stages only

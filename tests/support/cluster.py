@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ import pytest
 import torch
 from typing_extensions import Self
 
+import torchslicer as ts
 from tests.support.leak_police import LATE_THREADS
 from torchslicer.config import RunConfig
 from torchslicer.discovery import StaticDiscovery
 from torchslicer.executors.distributed import DistributedExecutor
+from torchslicer.serving import run_worker
 from torchslicer.simulation import simulated
 
 TRANSPORTS = ("unix", "tcp", "grpc")
@@ -181,6 +183,35 @@ def free_address() -> str:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def worker_thread(**options: Any) -> Iterator[list[BaseException]]:
+    """Run a worker in a thread of this process; yields the list that an error of it is put into."""
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def serve() -> None:
+        try:
+            run_worker(stop=stop, threads=1, device="cpu", trust=["tests"], **options)
+        except (ts.TorchSlicerError, OSError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=serve, name="test-worker")
+    thread.start()
+    try:
+        yield errors
+    finally:
+        stop.set()
+        thread.join(timeout=20.0)
+
+
+def until(condition: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+    """Wait until *condition* is true and return what it is."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
 
 
 def write_script(folder: Path, text: str, name: str = "driver.py") -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import secrets
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +22,8 @@ from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult
 from torchslicer.executors.checks import check_inputs_stay, check_statistics
+from torchslicer.executors.hosted import HostedStage
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
-from torchslicer.executors.processes import LocalWorkers
 from torchslicer.executors.protect import Tls, given_protection, how_to_start, protect_coordinator, worker_options
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
@@ -40,7 +38,6 @@ from torchslicer.transport.tcp import TcpListener, connect
 logger = logging.getLogger("torchslicer.distributed")
 
 _RETRY_S = 0.2
-_HOST_START_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -139,7 +136,7 @@ class DistributedExecutor:
             self.join_command, self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
             self.coordinator.listen(listener)
         options = worker_options(self.config, tls=tls, protection=self.protection)
-        self._host = None if host_stage is None else _HostedStage(self.coordinator, host_threads, options)
+        self._host = None if host_stage is None else HostedStage(self.coordinator, host_threads, options)
         self._local = LocalExecutor()
         self._generation = 0
         self._run: ClusterRun | None = None
@@ -307,53 +304,6 @@ class DistributedExecutor:
         if self._run is None or self._options is None:
             raise RuntimeError("the executor was not set up")
         return self._run, self._options
-
-
-class _HostedStage:
-    """A worker process of this machine that holds stage 0; it reaches the executor through a UNIX socket."""
-
-    def __init__(self, coordinator: Coordinator, threads: int | None, options: Sequence[str]) -> None:
-        self._coordinator = coordinator
-        self._threads = threads
-        self._options = tuple(options)
-        self._folder = tempfile.TemporaryDirectory(prefix="torchslicer-")  # mode 0700
-        self._workers: LocalWorkers | None = None
-        self._address = ""
-
-    def member(self, required: Sequence[str]) -> Member:
-        """Return the worker; it runs the driver's own code, so it trusts what its part needs."""
-        if self._workers is not None and not set(required) <= set(self._workers.trust):
-            required = sorted({*required, *self._workers.trust})
-            self.stop()
-        for member in self._coordinator.live():
-            if self._workers is not None and member.node in self._workers.names:
-                return member
-        return self._started(required)
-
-    def _started(self, required: Sequence[str]) -> Member:
-        self.stop()
-        if not self._address:
-            listener = TcpListener(f"unix:{self._folder.name}/driver")
-            self._address = listener.address
-            self._coordinator.listen(listener)
-        # With certificates it has the driver's, so it must have the name in it.
-        name = self._coordinator.protection.node or f"driver-{secrets.token_hex(4)}"
-        self._workers = LocalWorkers(
-            self._address, [name], threads=self._threads, trust=required, options=self._options
-        )
-        self._workers.wait_for(lambda: int(name in self._coordinator.members), timeout_s=_HOST_START_TIMEOUT_S)
-        return self._coordinator.members[name]
-
-    def close(self) -> None:
-        """End the process and remove the socket's folder."""
-        self.stop()
-        self._folder.cleanup()
-
-    def stop(self) -> None:
-        """End the process."""
-        if self._workers is not None:
-            self._workers.stop()
-        self._workers = None
 
 
 def _import_ahead() -> None:
