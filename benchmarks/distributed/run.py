@@ -55,11 +55,12 @@ def plain(name: str, threads: int) -> dict:
 
 def ours(name: str, kind: str) -> dict:
     import torch
+    from workloads import OPTIMIZER, Loader, build_model
+
     import torchslicer as ts
     from torchslicer.discovery import CoordinatorDiscovery
     from torchslicer.executors.distributed import DistributedExecutor
     from torchslicer.executors.processes import LocalWorkers
-    from workloads import OPTIMIZER, Loader, build_model
 
     torch.set_num_threads(1)
     transport, schedule, count = CONFIGURATIONS[kind]
@@ -77,8 +78,14 @@ def ours(name: str, kind: str) -> dict:
             sliced = ts.slice(model, strategy="time", n=2, executor=executor, example=example)
             up = time.perf_counter()
             history = sliced.train(
-                loader, OPTIMIZER, "cross_entropy", epochs=2, schedule=schedule, num_microbatches=count,
-                callbacks=[callback], run_dir=False,
+                loader,
+                OPTIMIZER,
+                "cross_entropy",
+                epochs=2,
+                schedule=schedule,
+                num_microbatches=count,
+                callbacks=[callback],
+                run_dir=False,
             )
             rss = {f"w{i}": peak_mb(pid) for i, pid in enumerate(workers.pids)} | {"main": peak_mb("self")}
             executor.close(shut_workers=True)
@@ -123,7 +130,11 @@ def one(name: str, kind: str, options: argparse.Namespace) -> dict:
     else:
         command = [sys.executable, __file__, "--child", kind, name]
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2" if kind == "plain_t2" else "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "2" if kind == "plain_t2" else "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -136,7 +147,12 @@ def one(name: str, kind: str, options: argparse.Namespace) -> dict:
 
 def table(results: dict, name: str) -> str:
     base = statistics.median(r["rate"] for r in results[name]["plain_t1"] if r.get("rate"))
-    rows = [f"### {name}", "", "| configuration | samples/s median (min-max) | / plain 1t | peak RSS MB |", "|---|---|---|---|"]
+    rows = [
+        f"### {name}",
+        "",
+        "| configuration | samples/s median (min-max) | / plain 1t | peak RSS MB |",
+        "|---|---|---|---|",
+    ]
     for kind, runs in results[name].items():
         rates = [run["rate"] for run in runs if run.get("rate")]
         if not rates:

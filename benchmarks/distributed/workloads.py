@@ -51,7 +51,9 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Tokens (B, T) to logits (B, V, T)."""
 
-    def __init__(self, vocabulary: int = 2048, width: int = 256, layers: int = 8, heads: int = 4, length: int = 128) -> None:
+    def __init__(
+        self, vocabulary: int = 2048, width: int = 256, layers: int = 8, heads: int = 4, length: int = 128
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))

@@ -20,12 +20,15 @@ from torchslicer.errors import (
     NonFiniteLossError,
     RunError,
     ScheduleError,
+    SecurityError,
+    ShippingError,
     SliceError,
     StageError,
     TorchSlicerError,
     TraceError,
     UserError,
     VerificationError,
+    WorkerFailureError,
 )
 from torchslicer.graph.auxloss import add_aux_loss
 from torchslicer.graph.stages import (
@@ -55,6 +58,8 @@ __all__ = [
     "RunConfig",
     "RunError",
     "ScheduleError",
+    "SecurityError",
+    "ShippingError",
     "SimpleEmbedStage",
     "SliceError",
     "SlicedModel",
@@ -64,6 +69,7 @@ __all__ = [
     "TrainingCallback",
     "UserError",
     "VerificationError",
+    "WorkerFailureError",
     "__version__",
     "add_aux_loss",
     "register_strategy",

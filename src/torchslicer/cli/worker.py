@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 
 import click
 
@@ -47,6 +48,7 @@ def worker(*, tags: str, trust: tuple[str, ...], log_level: str, exit_with_stdin
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(log_level.upper())
+    sys.path.insert(0, str(Path.cwd()))  # trusted packages may lie beside the user, as for `torchslicer plan`
     if options["join"] == "-":
         options["join"] = sys.stdin.buffer.readline(_MAX_JOIN_BYTES).decode("ascii", "replace").strip()
     tls = {key: options.pop(f"tls_{key}") for key in ("ca", "cert", "key", "names")}

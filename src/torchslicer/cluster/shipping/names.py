@@ -17,7 +17,7 @@ _MAX_NAME = 512
 
 REMEDY = (
     "Put it under a name of its own into a module of a package that the workers have too, and start them with --trust "
-    "PACKAGE; or cut around it with pack=; or let the workers build the model: ts.slice('package.module:make', ...)"
+    "PACKAGE; or cut around it with pack="
 )
 """What to do about something that cannot be shipped."""
 
