@@ -108,7 +108,7 @@ if [ "$what" = demo ]; then
     install --editable ".[demo]"
 else
     # The package first, so that a failure of its own metadata shows before the tools are fetched.
-    install --editable ".[demo]"
+    install --editable ".[all]"
     sed '/^torch==/d' requirements-dev.txt >"$VENV/requirements-tools.txt"
     install --requirement "$VENV/requirements-tools.txt"
     install --no-deps "$TORCHVISION"
