@@ -86,6 +86,7 @@ class Coordinator:
         self._condition = threading.Condition()
         self.inbox = Inbox(self._condition)
         self._closed = threading.Event()
+        self._ending = False
         self._listeners: list[Listener] = []
         self._door = Door(_MAX_CALLERS)
         self._complaints = Complaints(logger)
@@ -279,7 +280,7 @@ class Coordinator:
             if self.members.get(member.node) is member:
                 del self.members[member.node]
             self._condition.notify_all()
-        if first and not self._closed.is_set():
+        if first and not self._ending and not self._closed.is_set():
             logger.warning("%s is gone: %s", member, error)
         self.inbox.trouble(member)
         member.control.close(timeout_s=0)
@@ -316,6 +317,7 @@ class Coordinator:
     def close(self, *, shut_workers: bool = False) -> None:
         """Stop listening and end all connections; with *shut_workers*, tell workers to exit."""
         if shut_workers:
+            self._ending = True
             for member in self.live():
                 with contextlib.suppress(TransportError):
                     member.control.send(Shutdown(), timeout_s=1.0)

@@ -75,7 +75,8 @@ def _where(error: BaseException, model: nn.Module) -> str:
     """The line of the model's own code that could not be traced."""
     trace = error.__traceback__
     place = ""
-    model_file = inspect.getsourcefile(type(model)) if type(model).__module__ != "builtins" else None
+    code = getattr(type(model).forward, "__code__", None)
+    model_file = None if code is None else code.co_filename
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == model_file:
             place = f" (in {trace.tb_frame.f_code.co_name}, line {trace.tb_lineno} of {model_file})"

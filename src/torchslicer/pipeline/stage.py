@@ -213,9 +213,9 @@ class Stage:
     def evaluate(self, work: Work, packets: Mapping[int, Packet]) -> Result:
         """Run the units on one micro-batch without keeping anything."""
         with torch.no_grad():
-            return self._compute(work, packets)[1]
+            return self._compute(work, packets, training=False)[1]
 
-    def _compute(self, work: Work, packets: Mapping[int, Packet]) -> tuple[_Live, Result]:
+    def _compute(self, work: Work, packets: Mapping[int, Packet], *, training: bool = True) -> tuple[_Live, Result]:
         live = _Live({node: Import(packet, self.options.device) for node, packet in packets.items()})
         with _Named(self.index, "forward", work), collect_aux_losses() as collected:
             environment = self._environment(work, live)
@@ -224,7 +224,7 @@ class Stage:
             live.exports = {route.node: Export(environment[route.node]) for route in self.exports}
             result = Result({node: export.take() for node, export in live.exports.items()})
             if self.is_last:
-                self._conclude(work, environment, live, result)
+                self._conclude(work, environment, live, result, training=training)
             self._add_aux_losses(collected, work, live, result)
         return live, result
 
@@ -236,7 +236,7 @@ class Stage:
             environment[node] = move(work.inputs[name], self.options.device)
         return environment
 
-    def _conclude(self, work: Work, environment: Environment, live: _Live, result: Result) -> None:
+    def _conclude(self, work: Work, environment: Environment, live: _Live, result: Result, *, training: bool) -> None:
         """Form the model's output and, while training, its loss."""
         for index in self._outputs:
             if self.graph.nodes[index].op in SOURCES:
@@ -246,13 +246,15 @@ class Stage:
             result.output = output
             return
         loss = self.options.loss.weighted_loss(output, move(work.target, self.options.device), work.share)
+        result.loss = loss.detach()
+        if not training:
+            return
         if not loss.requires_grad:
             raise StageError(
                 "the loss depends on no parameter that requires a gradient, so nothing would be trained: is the output "
                 "detached, or train() called under torch.no_grad()?"
             )
         live.roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
-        result.loss = loss.detach()
 
     def _add_aux_losses(
         self, collected: Sequence[tuple[torch.Tensor, float]], work: Work, live: _Live, result: Result

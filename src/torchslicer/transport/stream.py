@@ -192,7 +192,8 @@ class TlsStream:
         _shut(self._socket, reading=reading)
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Give the socket back, having read what is there, such as session tickets (see `PlainStream.close`)."""
+        _drain(self._socket)
         self._socket.close()
 
 
@@ -232,5 +233,6 @@ def _drain(sock: socket.socket) -> None:
     scrap = bytearray(64 << 10)
     with contextlib.suppress(OSError):
         for _ in range(256):
-            if not sock.recv_into(scrap, 0, socket.MSG_DONTWAIT):
+            # The plain socket's method: of TLS only the raw bytes matter here.
+            if not socket.socket.recv_into(sock, scrap, 0, socket.MSG_DONTWAIT):
                 break
