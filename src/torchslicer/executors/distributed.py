@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from typing_extensions import Self
@@ -125,16 +126,7 @@ class DistributedExecutor:
         )
         self.address = self.join_command = ""
         if isinstance(self.discovery, CoordinatorDiscovery):
-            try:
-                listener = TcpListener(
-                    coordinator_addr, tls=self.protection.server, options=ChannelOptions(limits=STRANGER)
-                )
-            except TransportError:
-                self.coordinator.close()
-                raise
-            self.address = listener.address
-            self.join_command, self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
-            self.coordinator.listen(listener)
+            self._listen(coordinator_addr, gate)
         options = worker_options(self.config, tls=tls, protection=self.protection)
         self._host = None if host_stage is None else HostedStage(self.coordinator, host_threads, options)
         self._local = LocalExecutor()
@@ -145,6 +137,17 @@ class DistributedExecutor:
         self._sent: _Sent | None = None
         self._rate: _Rate | None = None
         _import_ahead()
+
+    def _listen(self, address: str, gate: Any) -> None:
+        """Open the port that workers register at."""
+        try:
+            listener = TcpListener(address, tls=self.protection.server, options=ChannelOptions(limits=STRANGER))
+        except TransportError:
+            self.coordinator.close()
+            raise
+        self.address = listener.address
+        self.join_command, self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
+        self.coordinator.listen(listener)
 
     # -- a run -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torchslicer.errors import PeerClosedError, TransportError
@@ -115,27 +115,19 @@ class TlsStream:
         """Encrypt and write some of *buffers*. A retry gets the same bytes again, as OpenSSL asks for."""
         small = len(buffers) > 1 and sum(len(buffer) for buffer in buffers) <= _RECORD_BYTES
         data = memoryview(b"".join(buffers)) if small else buffers[0]
-        with _lost(self._peer):
-            for last in (not wait, True):
-                try:
-                    with self._lock:
-                        return self._socket.send(data)
-                except ssl.SSLWantWriteError:
-                    event = select.POLLOUT
-                except ssl.SSLWantReadError:
-                    event = select.POLLIN
-                if last:
-                    break
-                _wait(self._socket, event, TICK_S)
-        return 0
+        return self._attempt(lambda: self._socket.send(data), wait=wait) or 0
 
     def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:  # noqa: ARG002
         """Read into *view*, one record at most."""
+        return self._attempt(lambda: self._socket.recv_into(view), wait=wait)
+
+    def _attempt(self, operation: Callable[[], int], *, wait: bool) -> int | None:
+        """Do what may have to wait for the socket, either way; None if it could not be done now, or within a tick."""
         with _lost(self._peer):
             for last in (not wait, True):
                 try:
                     with self._lock:
-                        return self._socket.recv_into(view)
+                        return operation()
                 except ssl.SSLWantReadError:
                     event = select.POLLIN
                 except ssl.SSLWantWriteError:

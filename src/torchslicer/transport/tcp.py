@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import shutil
 import socket
 import ssl
@@ -27,13 +26,9 @@ from torchslicer.transport.base import Channel, ChannelOptions, ChannelStats, De
 from torchslicer.transport.frame import HEADER_BYTES, Expect, Frame
 from torchslicer.transport.queue import ByteQueue, again
 from torchslicer.transport.reader import FrameReader
+from torchslicer.transport.sockets import configure, connect_tcp, connect_unix, polled
 from torchslicer.transport.stream import TICK_S, PlainStream, Stream, TlsStream
 from torchslicer.transport.writer import FrameWriter
-
-# A UNIX socket's default buffer (208 KiB) makes the sender of a larger tensor wait until the receiver has time for it;
-# buffers much beyond the caches make both slower.
-_UNIX_BUFFER_BYTES = 2 << 20
-_KEEPALIVE_S = 20
 
 
 class SocketChannel:
@@ -207,7 +202,7 @@ def connect(
     deadline, options = Deadline(timeout_s), options or ChannelOptions()
     path = local_path(address)
     try:
-        sock = _connect_unix(path, timeout_s) if path is not None else _connect_tcp(address, deadline)
+        sock = connect_unix(path, timeout_s) if path is not None else connect_tcp(address, deadline)
     except TimeoutError as error:
         raise DeadlineError(f"{address} did not answer within {timeout_s:g} s") from error
     except OSError as error:
@@ -316,12 +311,12 @@ class TcpListener:
     def _ready(self, timeout_s: float) -> list[socket.socket]:
         sockets = list(self._sockets)
         try:
-            return _polled(sockets, timeout_s)
+            return polled(sockets, timeout_s)
         except (OSError, ValueError):  # closed meanwhile
             return []
 
     def _channel(self, sock: socket.socket) -> Channel:
-        peer = _configure(sock)
+        peer = configure(sock)
         stream: Stream
         if self._tls is None or sock.family == socket.AF_UNIX:
             stream = PlainStream(sock, peer=peer)
@@ -352,52 +347,3 @@ class TcpListener:
         path.chmod(0o600)
         sock.listen(128)
         sock.setblocking(False)
-
-
-def _polled(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:
-    poll = select.poll()
-    for sock in sockets:
-        poll.register(sock, select.POLLIN)
-    ready = {number for number, _ in poll.poll(timeout_s * 1000)}
-    return [sock for sock in sockets if sock.fileno() in ready]
-
-
-def _connect_tcp(address: str, deadline: Deadline) -> socket.socket:
-    host, port = split_address(address)
-    sock = socket.create_connection((host, port), timeout=max(deadline.remaining_s, 0.001))
-    _configure(sock)
-    return sock
-
-
-def _connect_unix(path: str, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(max(timeout_s, 0.001))
-        sock.connect(path)
-    except OSError:
-        sock.close()
-        raise
-    _configure(sock)
-    return sock
-
-
-def _configure(sock: socket.socket) -> str:
-    """Set the options that both ends need, and return who is at the other end."""
-    if sock.family == socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-        return f"unix:{sock.getsockname() or sock.getpeername()}"
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _KEEPALIVE_S),
-        ("TCP_KEEPINTVL", _KEEPALIVE_S // 4),
-        ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", 2 * _KEEPALIVE_S * 1000),
-    ):
-        if hasattr(socket, name):  # Linux has all of them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    try:
-        host, port = sock.getpeername()[:2]
-    except OSError:
-        return "a peer that has left"
-    return join_address(host, port)
