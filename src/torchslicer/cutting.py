@@ -216,10 +216,11 @@ def _check_ready(model: nn.Module) -> None:
 
 def _untraceable(graph: ModelGraph, num_stages: int) -> str:
     attempts = "\n".join(f"  - {attempt}" for attempt in graph.attempts)
+    hint = "pass example= (a batch) so that torch.export can try; " if "pass example=" in attempts else ""
     return (
         f"{type(graph.model).__name__} cannot be cut into {num_stages} stages, since its forward pass cannot be "
-        f"traced:\n{attempts}\nWays out: pass example= (a batch) so that torch.export can try; move what cannot be "
-        "traced into a submodule, which is then kept whole; or give the stages yourself with pack=lambda model: [...]"
+        f"traced:\n{attempts}\nWays out: {hint}move what cannot be traced into a submodule, which is then kept whole; "
+        "or give the stages yourself with pack=lambda model: [...]"
     )
 
 

@@ -73,6 +73,9 @@ class ScheduleError(UserError):
 class ShippingError(UserError):
     """A part of the model cannot be sent to a worker, or is not accepted by the worker that it reaches."""
 
+    located = False
+    """Whether the message says already where in the model."""
+
 
 class SecurityError(UserError):
     """Not safe enough to start, or the other side is not who it should be. Holds no secret."""

@@ -55,9 +55,11 @@ def simulated(
     try:
         with LocalWorkers(executor.address, names, threads=threads, trust=trust) as workers:
             workers.wait_for(lambda: len(executor.coordinator.live()), timeout_s=_START_TIMEOUT_S)
-            with _last_words(workers):
-                yield executor
-            executor.close(shut_workers=True)
+            try:
+                with _last_words(workers):
+                    yield executor
+            finally:
+                executor.close(shut_workers=True)
     finally:
         executor.close()
 

@@ -24,12 +24,19 @@ from torchslicer.errors import TorchSlicerError
 __all__ = ["main"]
 
 
+_INTERRUPTED = 130
+"""What shells use for a program that Ctrl-C has ended."""
+
+
 class _Commands(click.Group):
     """Turns errors that were raised on purpose into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("torchslicer: interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
         except (TorchSlicerError, OSError) as error:
             if ctx.params["debug"] or getattr(error, "errno", None) == errno.EPIPE:
                 raise

@@ -211,12 +211,10 @@ class located:  # noqa: N801 - reads as a phrase: with located(...)
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Raise the error again with its place, unless an inner one has named it."""
-        if isinstance(error, ShippingError) and not isinstance(error, _LocatedError):
-            raise _LocatedError(f"{self._place}: {error}. {REMEDY}") from error
-
-
-class _LocatedError(ShippingError):
-    """Has its place in its message."""
+        if isinstance(error, ShippingError) and not error.located:
+            located_error = ShippingError(f"{self._place}: {error}. {REMEDY}")
+            located_error.located = True
+            raise located_error from error
 
 
 def encode_module(module: nn.Module, path: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
