@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,9 +48,8 @@ def simulated(
     """
     if n < 1:
         raise ConfigError(f"simulate: expected at least one worker, got n={n}")
-    folder = tempfile.mkdtemp(prefix="torchslicer-")  # mode 0700: no other user of this machine can register
     executor = DistributedExecutor(
-        CoordinatorDiscovery(), f"unix:{folder}/coordinator", run_config, transport=transport, same_host=same_host
+        CoordinatorDiscovery(), "127.0.0.1:0", run_config, transport=transport, same_host=same_host
     )
     names = [f"worker-{index:03d}" for index in range(n)]
     try:
@@ -65,7 +62,6 @@ def simulated(
                 executor.close(shut_workers=True)
     finally:
         executor.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
