@@ -451,14 +451,23 @@ def test_control_c_in_the_driver(crew: Crew, tmp_path: Any) -> None:
     assert crew.pids == before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_control_c_in_a_notebook(crew: Crew) -> None:
     """The process goes on, and so do the executor and its workers."""
-    before = crew.pids
-    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+    before, ended = crew.pids, threading.Event()
+
+    def press() -> None:
+        pause_s = 0.5
+        while not ended.wait(pause_s):  # Python swallows an interrupt that meets a weak reference's callback
+            os.kill(os.getpid(), signal.SIGINT)
+            pause_s = 15.0
+
+    thread = threading.Thread(target=press)
+    thread.start()
     with fails(KeyboardInterrupt):
         train(crew, model_with(), batches(100_000))
-    timer.join()
+    ended.set()
+    thread.join()
     crew.wait_for()
     assert_usable(crew)
     assert crew.pids == before
