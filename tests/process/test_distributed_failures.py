@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -451,23 +452,35 @@ def test_control_c_in_the_driver(crew: Crew, tmp_path: Any) -> None:
     assert crew.pids == before
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_control_c_in_a_notebook(crew: Crew) -> None:
-    """The process goes on, and so do the executor and its workers."""
-    before, ended = crew.pids, threading.Event()
+@contextlib.contextmanager
+def pressing_control_c(monkeypatch: pytest.MonkeyPatch, after_s: float) -> Iterator[None]:
+    """Interrupt this process once; again only when Python swallowed it, as in a weak reference's callback."""
+    swallowed, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: swallowed.set())
 
     def press() -> None:
-        pause_s = 0.5
-        while not ended.wait(pause_s):  # Python swallows an interrupt that meets a weak reference's callback
-            os.kill(os.getpid(), signal.SIGINT)
-            pause_s = 15.0
+        ended.wait(after_s)
+        swallowed.set()
+        while not ended.is_set():
+            if swallowed.wait(0.05):
+                swallowed.clear()
+                os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
     thread.start()
-    with fails(KeyboardInterrupt):
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        monkeypatch.undo()
+
+
+def test_control_c_in_a_notebook(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process goes on, and so do the executor and its workers."""
+    before = crew.pids
+    with pressing_control_c(monkeypatch, after_s=0.5), fails(KeyboardInterrupt):
         train(crew, model_with(), batches(100_000))
-    ended.set()
-    thread.join()
     crew.wait_for()
     assert_usable(crew)
     assert crew.pids == before

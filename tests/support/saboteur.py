@@ -87,8 +87,11 @@ def break_links() -> None:
     """Break the connections to the other ranks of this process, not that to the coordinator."""
     from torchslicer.cluster.links import Links
 
+    gc.collect()  # the links of runs that are over, perhaps over gRPC, would be found too; or they are still closing
     for found in gc.get_objects():
-        if type(found) is Links:  # isinstance asks objects for their __class__, and some of them answer
+        if type(found) is not Links:  # isinstance asks objects for their __class__, and some of them answer
+            continue
+        if not found._closing:
             for rank, channel in found._channels.items():
                 if rank >= 0:
                     channel._stream.shut(reading=True)  # type: ignore[attr-defined]
