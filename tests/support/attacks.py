@@ -25,8 +25,12 @@ def connector(address: str) -> Connect:
     def connect() -> socket.socket:
         if address.startswith("unix:"):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(2)
-            sock.connect(address.removeprefix("unix:"))
+            try:
+                sock.settimeout(2)
+                sock.connect(address.removeprefix("unix:"))
+            except OSError:
+                sock.close()
+                raise
             return sock
         host, _, port = address.rpartition(":")
         return socket.create_connection((host.strip("[]"), int(port)), 2)
