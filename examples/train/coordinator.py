@@ -45,8 +45,7 @@ def main() -> None:
     model = task.build()
 
     discovery = CoordinatorDiscovery(run_id=arguments.run_id)
-    address = arguments.bind or config.network.coordinator_bind_address
-    with DistributedExecutor(discovery, address, run_config=config) as executor:
+    with DistributedExecutor(discovery, arguments.bind, run_config=config) as executor:
         print(f"waiting for {config.discovery.n_workers} workers at {executor.address}", flush=True)
         sliced = ts.slice(model, executor=executor, run_config=config)
         history = sliced.train(task.load(arguments.steps, arguments.batch_size), run_config=config)

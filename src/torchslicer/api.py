@@ -14,29 +14,36 @@ from torch import nn
 
 from torchslicer.callbacks import CallbackList, Metrics, TrainingCallback
 from torchslicer.config import RunConfig
-from torchslicer.cutting import CutRequest, Cutter, on_device_of
+from torchslicer.cutting import CutRequest, Cutter, built, check_shared, on_device_of, sample_of
 from torchslicer.errors import ConfigError, DataError
 from torchslicer.executors.base import Cut, Executor
 from torchslicer.executors.local import LocalExecutor
+from torchslicer.executors.released import check_weights, recover, state_names
 from torchslicer.graph.model import ModelGraph
 from torchslicer.metrics import MetricSpec
 from torchslicer.observers import observers, warn_about_modes
 from torchslicer.partition import Plan
-from torchslicer.pipeline.batch import Batch, BatchReader
+from torchslicer.pipeline.batch import BatchReader
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
 from torchslicer.pipeline.options import TrainingOptions
-from torchslicer.settings import TrainSettings, build_options, check_given, check_model, note_names, resolve_config
+from torchslicer.settings import (
+    TrainSettings,
+    build_options,
+    check_given,
+    check_model,
+    names_checked,
+    note_names,
+    resolve_config,
+)
 from torchslicer.trainer import Run, Trainer, evaluate
 
 logger = logging.getLogger("torchslicer")
 
-SAMPLES_TO_VERIFY = 4
-"""At least that many samples of the first batch are compared (all, if it has fewer)."""
 
-
+@names_checked("slice")
 def slice(  # noqa: A001 - the public name of the library's main function
-    model: nn.Module,
+    model: nn.Module | str,
     strategy: Any = "uniform",
     n: int | None = None,
     executor: Executor | None = None,
@@ -44,14 +51,18 @@ def slice(  # noqa: A001 - the public name of the library's main function
     *,
     cuts: Sequence[str] | None = None,
     example: Any = None,
+    criterion: Any = None,
     devices: Sequence[str] | None = None,
     verify: bool = True,
+    builder_args: Mapping[str, Any] | None = None,
     run_config: RunConfig | None = None,
 ) -> SlicedModel:
     """Cut *model* into *n* stages.
 
     Args:
-        model: Any `nn.Module`. It stays yours: training works on its own parameters.
+        model: Any `nn.Module`. It stays yours: training works on its own parameters. Or the name of a function or class
+            that makes one, ``"my_package.models:make"``: it is built here, and workers of a `DistributedExecutor`
+            build it themselves, if they allow it (``--allow-builder``), so that only weights travel.
         strategy: ``"uniform"``, ``"parameters"``, ``"memory"``, ``"time"`` (needs *example*), a registered name, or a
             callable ``(graph, n) -> first units of stages 1..n-1``.
         n: Number of stages, 2 by default; exactly as many non-empty ones are made.
@@ -60,8 +71,11 @@ def slice(  # noqa: A001 - the public name of the library's main function
         cuts: Names of modules; a cut falls just before each. Leaves nothing for *strategy* to choose.
         example: Inputs (or a batch) like those to come. Lets `torch.export` have a try, verification happen now, and
             costs be measured.
+        criterion: As in ``train``. Lets the time of the loss count when *strategy* ``"time"`` measures *example*, which
+            then is a batch with its target; the loss belongs to the last stage.
         devices: One device for all stages, or one a stage; by default where the model is.
         verify: Compare graph and model on a batch (*example*, else the first of ``train``) before anything is trained.
+        builder_args: Keyword arguments of that function: numbers, texts, truth values, lists and dictionaries of them.
         run_config: Where *n*, *strategy*, *cuts* and *devices* come from if they are not given.
 
     Returns:
@@ -69,7 +83,8 @@ def slice(  # noqa: A001 - the public name of the library's main function
 
     Raises:
         SliceError: The model cannot be cut like that; the message says why and what would help.
-        ConfigError: A strategy or device is unknown.
+        ConfigError: A strategy, device or keyword is unknown.
+        ShippingError: *model* is a name that leads nowhere, or that no worker could call.
 
     Example:
         >>> import torchslicer as ts
@@ -77,16 +92,17 @@ def slice(  # noqa: A001 - the public name of the library's main function
         >>> len(ts.slice(model, n=3).plan.stages)
         3
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"slice: expected a torch.nn.Module, got {type(model).__name__}")
+    module, builder = built(model, builder_args, pack)
     if run_config is not None:
         pipeline = run_config.pipeline
         n = n if n is not None or pipeline.cuts else run_config.discovery.n_workers
         strategy = pipeline.strategy if strategy == "uniform" else strategy
         cuts = cuts if cuts is not None else pipeline.cuts
         devices = devices if devices is not None else pipeline.devices
-    request = CutRequest(strategy, n, tuple(cuts) if cuts is not None else None, pack, tuple(devices or ()), verify)
-    return SlicedModel(model, Cutter(model, request, example), executor or LocalExecutor())
+    names = tuple(cuts) if cuts is not None else None
+    loss = None if criterion is None else build_criterion(criterion)
+    request = CutRequest(strategy, n, names, pack, tuple(devices or ()), verify, builder, loss)
+    return SlicedModel(module, Cutter(module, request, example), executor or LocalExecutor())
 
 
 class SlicedModel:
@@ -121,6 +137,7 @@ class SlicedModel:
     def __repr__(self) -> str:
         return f"<SlicedModel {self.plan.model}: {self.plan.num_stages} stages, {type(self.executor).__name__}>"
 
+    @names_checked("train")
     def train(
         self,
         loader: Iterable[Any],
@@ -197,6 +214,7 @@ class SlicedModel:
             >>> history[1]["loss"] < history[0]["loss"]
             True
         """
+        self._check_weights()
         settings = TrainSettings(
             epochs, mixed_precision, use_gpipe, n_micro_batches, num_microbatches, schedule, scheduler, max_grad_norm,
             accumulate, recompute, batch_norm, seed, target_key,
@@ -256,14 +274,15 @@ class SlicedModel:
                 "an iterator that was used up?"
             )
         batch = self._reader().read(raw[0])
-        _check_shared(options.shared_inputs, batch)
-        sample = _sample(split_batch(batch, options.num_microbatches, options.shared_inputs)[0], options)
+        check_shared(options.shared_inputs, batch)
+        sample = sample_of(split_batch(batch, options.num_microbatches, options.shared_inputs)[0], options)
         self._cutter.look_at(on_device_of(self._cutter.model, sample.inputs))
         return itertools.chain(raw, iterator)
 
     def _reader(self) -> BatchReader:
         return self._cutter.reader(self._target_key)
 
+    @names_checked("evaluate")
     def evaluate(
         self, loader: Iterable[Any], criterion: Any = None, metrics: MetricSpec = None, *, target_key: str | None = None
     ) -> dict[str, float]:
@@ -279,6 +298,7 @@ class SlicedModel:
             ConfigError: There is nothing to compute, or a name is unknown.
             DataError: The loader is empty, or a batch has a form that cannot be used.
         """
+        self._check_weights()
         built = build_criterion(criterion) if criterion is not None else self._last_criterion()
         if built is None and not metrics:
             raise ConfigError("evaluate: give a criterion or metrics; the model has not been trained with one yet")
@@ -290,6 +310,7 @@ class SlicedModel:
         )  # fmt: skip
         return values
 
+    @names_checked("predict")
     def predict(self, loader: Iterable[Any], *, concatenate: bool = True) -> Any:
         """Return the model's outputs for *loader*, in its order, in evaluation mode and without gradients.
 
@@ -299,6 +320,7 @@ class SlicedModel:
         Raises:
             DataError: The loader is empty, or a batch has a form that cannot be used.
         """
+        self._check_weights()
         cut = self._current_cut()
         outputs = [
             self.executor.forward(
@@ -313,6 +335,7 @@ class SlicedModel:
             raise DataError("the loader to predict on gave no batch")
         return merge_outputs(outputs) if concatenate else outputs
 
+    @names_checked("gradients")
     def gradients(
         self, batch: Any, criterion: Any, *, num_microbatches: int = 1, schedule: str = "gpipe", seed: int = 0
     ) -> tuple[float, dict[str, torch.Tensor | None]]:
@@ -320,6 +343,7 @@ class SlicedModel:
 
         Buffers are updated as in a step of training. What it is for: comparing with the unsplit model.
         """
+        self._check_weights()
         config = resolve_config(TrainSettings(num_microbatches=num_microbatches, schedule=schedule, seed=seed), None)
         options = build_options(
             config, optimizer="SGD", criterion=criterion, scheduler=None, num_stages=self.plan.num_stages
@@ -333,37 +357,48 @@ class SlicedModel:
             executor.teardown()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers under the names they have in the model that was cut, on the CPU."""
-        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        """Return parameters and buffers under the names they have in the model that was cut, on the CPU.
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load what `state_dict` (or the unsplit model's) returned.
+        While workers train it (in a callback), they are fetched from there.
 
         Raises:
-            ConfigError: With *strict*, if names are missing or unexpected; also if a shape differs.
+            RunError: The weights were released to workers, and the run that had them has failed.
         """
+        there = self.executor.current_state(self._cutter.cut) or {}
+        named = state_names(self.model, self.graph)
+        found = self.model.state_dict(keep_vars=True)
+        return {key: there.get(named[key], tensor).detach().cpu() for key, tensor in found.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load what `state_dict` (or the unsplit model's) returned; also into a model whose weights a run has lost.
+
+        Raises:
+            ConfigError: With *strict*, if names are missing or unexpected; also if a shape differs, or if weights that
+                a run has lost are not among them.
+        """
+        if not self._is_training:
+            recover(self.model, self.graph, state_dict)
         try:
             self.model.load_state_dict(state_dict, strict=strict)
         except RuntimeError as error:
             raise ConfigError(f"load_state_dict: {error}") from error
 
     def merge(self, device: str | torch.device | None = None) -> nn.Module:
-        """Return the trained module, on one device (by default the one of the first stage)."""
+        """Return the trained module, on one device (by default the one of the first stage).
+
+        Raises:
+            RunError: The weights were released to workers, and the run that had them has failed.
+        """
+        self._check_weights()
         return self.model.to(device or self.plan.stages[0].device)
+
+    def _check_weights(self) -> None:
+        """Refuse to go on with weights that are not here."""
+        if not self._is_training:
+            check_weights(self.graph)
 
     def _last_criterion(self) -> Criterion | None:
         return None if self._options is None else self._options.criterion
 
     def _mixed_precision(self) -> bool:
         return self._options is not None and self._options.mixed_precision
-
-
-def _check_shared(shared: Sequence[str], batch: Batch) -> None:
-    for name in shared:
-        if name not in batch.inputs:
-            raise ConfigError(f"shared_inputs: '{name}' is not an input of the batch, which has {list(batch.inputs)}")
-
-
-def _sample(batch: Batch, options: TrainingOptions) -> Batch:
-    """Return a few samples of *batch*: enough to compare graph and model, too few to raise the peak of memory."""
-    return split_batch(batch, max(batch.size // SAMPLES_TO_VERIFY, 1), options.shared_inputs)[0]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchslicer.cluster.shipping.builder import Builder
 from torchslicer.errors import ConfigError, SliceError, TraceError, VerificationError
 from torchslicer.executors.base import Cut
 from torchslicer.graph.fx import input_names, required_inputs
@@ -24,14 +25,19 @@ from torchslicer.graph.modes import ModeGraphs, evaluation_mode, stages_of_evalu
 from torchslicer.graph.pack import Pack, packed_inputs
 from torchslicer.graph.trace import trace
 from torchslicer.partition import Plan, UnitCosts, build_plan, cuts_from_names, resolve_strategy, static_costs
-from torchslicer.pipeline.batch import BatchReader
+from torchslicer.pipeline.batch import Batch, BatchReader
+from torchslicer.pipeline.criterion import Criterion
 from torchslicer.pipeline.effects import analyse
 from torchslicer.pipeline.measure import Measured, measure
+from torchslicer.pipeline.microbatch import split_batch
+from torchslicer.pipeline.options import TrainingOptions
 from torchslicer.pipeline.stage import move
 from torchslicer.pipeline.verify import verify
 
 logger = logging.getLogger("torchslicer.cutting")
 
+SAMPLES_TO_VERIFY = 4
+"""At least that many samples of the first batch are compared (all, if it has fewer)."""
 _NEEDS_MEASUREMENT = ("time", "memory")
 
 
@@ -45,6 +51,27 @@ class CutRequest:
     pack: Pack | None = None
     devices: tuple[str, ...] = ()
     verify: bool = True
+    builder: Builder | None = None
+    criterion: Criterion | None = None
+
+
+def built(model: Any, arguments: Mapping[str, Any] | None, pack: Pack | None) -> tuple[nn.Module, Builder | None]:
+    """Return the model, and what makes it if it is given by name.
+
+    Raises:
+        ConfigError: It is neither a name nor a model.
+        ShippingError: The name leads nowhere, or no worker could call it.
+    """
+    if isinstance(model, str):
+        builder = Builder(model, dict(arguments or {}), pack)
+        return builder.build(), builder
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"slice: expected a torch.nn.Module, or the name of a function that makes one, got {type(model).__name__}"
+        )
+    if arguments is not None:
+        raise ConfigError('slice: builder_args are for a model given by name: slice("my_package.models:make", ...)')
+    return model, None
 
 
 class Cutter:
@@ -58,13 +85,21 @@ class Cutter:
         self.given: tuple[str, ...] | None = None
         self.checked = False
         self.measured: Measured | None = None
-        inputs = None if example is None else self._example_inputs(example)
+        self._target: Any = None
+        inputs = self._example_inputs(example)
         if inputs is not None:
             self.given = tuple(inputs)
         self._make(inputs)
 
-    def _example_inputs(self, example: Any) -> dict[str, Any]:
-        return on_device_of(self.model, self.reader(None).read_inputs(example).inputs)
+    def _example_inputs(self, example: Any) -> dict[str, Any] | None:
+        reader = self.reader(None)
+        if example is None:
+            if self.request.criterion is not None:
+                raise ConfigError("slice: criterion lets the loss be measured; that needs example=(inputs, target)")
+            return None
+        batch = reader.read_inputs(example) if self.request.criterion is None else reader.read(example)
+        self._target = batch.target
+        return on_device_of(self.model, batch.inputs)
 
     @property
     def graphs(self) -> ModeGraphs:
@@ -108,7 +143,16 @@ class Cutter:
             logger.info("cutting again, since the graph differs from the model: %s", error)
             self._make(inputs)
         else:
-            self._set(graphs, self.plan.unit_starts[1:])
+            self._set(graphs, self._kept_starts(graphs.training, inputs))
+
+    def _kept_starts(self, graph: ModelGraph, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the cuts as they are, or new ones if the batch has shown that one of them cannot be."""
+        starts = self.plan.unit_starts[1:]
+        reasons = [graph.forbidden[unit] for unit in starts if unit in graph.forbidden]
+        if not reasons:
+            return starts
+        logger.info("cutting elsewhere: %s", reasons[0])
+        return self._starts(graph, inputs)
 
     def _make(self, inputs: Mapping[str, Any] | None) -> None:
         graphs = trace_modes(self.model, lambda: self._trace(inputs))
@@ -151,7 +195,11 @@ class Cutter:
         num_stages = 2 if self.request.num_stages is None else self.request.num_stages
         if graph.source == "whole" and num_stages > 1:
             raise TraceError(_untraceable(graph, num_stages))
-        self.measured = measure(graph, inputs) if inputs is not None and self._wants_measurement() else None
+        self.measured = None
+        if inputs is not None and self._wants_measurement():
+            loss, target = self.request.criterion, self._target
+            self._target = None  # of the example only: later cuts are made for other inputs
+            self.measured = measure(graph, inputs, loss=loss if target is not None else None, target=target)
         return self.strategy(graph, num_stages, self._costs(graph))
 
     def _wants_measurement(self) -> bool:
@@ -179,7 +227,8 @@ class Cutter:
             stage.index for stage in self.plan.stages for _ in range(stage.first_unit, stage.last_unit + 1)
         )
         devices = tuple(stage.device for stage in self.plan.stages)
-        self.cut = Cut(graphs, stage_of, stages_of_evaluation(graphs, stage_of), devices)
+        evaluated = stages_of_evaluation(graphs, stage_of)
+        self.cut = Cut(graphs, stage_of, evaluated, devices, self.request.builder)
 
 
 class _PackedReader(BatchReader):
@@ -235,3 +284,19 @@ def _checked_devices(devices: Sequence[str]) -> tuple[str, ...]:
                 f"devices: {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA device(s)"
             )
     return tuple(str(name) for name in devices)
+
+
+def check_shared(shared: Sequence[str], batch: Batch) -> None:
+    """Check that the inputs that go to every micro-batch whole are there.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name in shared:
+        if name not in batch.inputs:
+            raise ConfigError(f"shared_inputs: '{name}' is not an input of the batch, which has {list(batch.inputs)}")
+
+
+def sample_of(batch: Batch, options: TrainingOptions) -> Batch:
+    """Return a few samples of *batch*: enough to compare graph and model, too few to raise the peak of memory."""
+    return split_batch(batch, max(batch.size // SAMPLES_TO_VERIFY, 1), options.shared_inputs)[0]

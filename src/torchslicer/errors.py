@@ -8,6 +8,7 @@
     |   |   +-- TraceError                no way was found to see the model's structure
     |   |   +-- VerificationError         the graph does not compute what the model computes
     |   +-- ConfigError                   a setting is unknown, impossible or contradictory
+    |   |   +-- UnknownArgumentError      (TypeError) a call has a keyword that it does not take
     |   +-- DataError                     a batch has a form that cannot be used
     |   +-- ScheduleError                 a list of actions is not a valid schedule
     |   +-- ShippingError                 a part of the model cannot be sent, or is not accepted where it arrives
@@ -60,6 +61,10 @@ class VerificationError(SliceError):
 
 class ConfigError(UserError):
     """A setting is unknown, impossible or contradictory."""
+
+
+class UnknownArgumentError(ConfigError, TypeError):
+    """A call has a keyword that it does not take; a `TypeError` as well, since Python raises one for that."""
 
 
 class DataError(UserError):

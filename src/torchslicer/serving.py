@@ -6,19 +6,23 @@ import logging
 import os
 import queue
 import re
-import signal
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchslicer.cluster.door import STRANGER, Complaints, Door
+from torchslicer.cluster.ending import Ending, Waiting
 from torchslicer.cluster.hub import Hub, check_peer
+from torchslicer.cluster.ports import ANY, PortPair, port_pairs
 from torchslicer.cluster.security import COORDINATOR, JoinString, Protection, parse_address, read_join_file
 from torchslicer.cluster.security.addresses import is_loopback
+from torchslicer.cluster.security.tls import speaks_tls
 from torchslicer.cluster.shipping.allow import Allowed
 from torchslicer.cluster.worker import Connection, Worker, WorkerSettings
 from torchslicer.config import RunConfig
@@ -26,19 +30,19 @@ from torchslicer.config.environment import join_string
 from torchslicer.errors import (
     ConfigError,
     DeadlineError,
+    FrameError,
     PeerClosedError,
     SecurityError,
     TorchSlicerError,
     TransportError,
 )
-from torchslicer.executors.protect import Tls, given_protection
+from torchslicer.executors.protect import Tls, check_trust, given_protection
+from torchslicer.transport.address import split_address
 from torchslicer.transport.base import Channel, ChannelOptions
 from torchslicer.transport.tcp import TcpListener, connect
 
 logger = logging.getLogger("torchslicer.worker")
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
-_SAY_WAITING_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -47,19 +51,22 @@ def run_worker(
     *,
     listen: str | None = None,
     bind: str | None = None,
+    data_port: int | str | None = None,
     advertise: str | None = None,
     device: str | None = None,
     threads: int | None = None,
     tags: Sequence[str] | None = None,
     name: str | None = None,
     trust: Sequence[str] = (),
+    allow_builder: Sequence[str] = (),
     join: str | None = None,
     join_file: str | os.PathLike[str] | None = None,
     tls: Tls | None = None,
     insecure: bool = False,
-    once: bool = False,
+    once: bool | None = None,
     stop: threading.Event | None = None,
     exit_after_s: float | None = None,
+    socket_folder: str | os.PathLike[str] | None = None,
     run_config: RunConfig | None = None,
 ) -> None:
     """Serve as a worker until told to stop (SIGTERM, SIGINT, the coordinator's word, or *stop*).
@@ -69,40 +76,45 @@ def run_worker(
         listen: Wait for a driver here instead (P2P).
         bind: Where to take data connections, ``HOST:PORT``; by default a free port of loopback, or of all interfaces
             when the coordinator is elsewhere.
+        data_port: Port for data connections by TCP, gRPC taking the next one; or a range ``"FIRST-LAST"``, of which two
+            free ones are taken. By default that of ``run_config.network.data_port``, else free ones.
         advertise: Host that others are told to connect to.
         device: ``"auto"``, ``"cpu"``, ``"cuda:0"``.
         threads: Threads of torch; by default the host's cores are shared among its workers.
         tags: What a coordinator may ask for.
         name: Name of the worker; stages are given out in the order of names.
         trust: Packages whose classes and functions may be used in models.
+        allow_builder: Functions that may be called to build models, for drivers that call ``ts.slice("pkg.mod:make")``:
+            ``"pkg.mod:make"``, a pattern such as ``"pkg.mod:make_*"``, or a package or module.
         join: The join string that the coordinator has printed; by default that in ``TORCHSLICER_JOIN``.
         join_file: A file with the join string, which only its owner can read.
         tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default
             those of ``run_config.network.tls``.
         insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
-        once: End when the first coordinator is gone.
+        once: End when the first coordinator is gone; by default if ``run_config.network.keep_alive`` is false.
         stop: Set it to end the worker from another thread.
         exit_after_s: End the process if, told to stop, a stage's code has not returned after that time.
-        run_config: Where settings come from that are not given.
+        socket_folder: Where the UNIX socket for processes of this host is made; by default where temporary files go.
+        run_config: Where settings come from that are not given; by default `RunConfig.load()`. With the discovery
+            backend ``static`` and no address given, the worker listens at ``network.worker_port``.
 
     Raises:
         ConfigError: Neither *coordinator* nor *listen* is known, or a device is not there.
+        TransportError: A port is in use.
         SecurityError: What was asked is not safe, or the other side is not who it should be.
         ProtocolError: The coordinator refused this worker.
-        ShippingError: A package of *trust* must not be trusted.
+        ShippingError: A package of *trust* or *allow_builder* must not be trusted.
     """
-    config = run_config or RunConfig.from_env()
+    config = run_config or RunConfig.load()
     network = config.network
-    coordinator = coordinator or (None if listen else network.coordinator_address)
-    if (coordinator is None) == (listen is None):
-        raise ConfigError(
-            "run_worker: give coordinator='HOST:PORT', or listen='HOST:PORT' for P2P (or set COORDINATOR_ADDRESS)"
-        )
-    chosen = _device(device or network.device)
-    Allowed(trust)  # says now what must not be trusted, not in the first run
     protection = given_protection(config, tls=tls, insecure=insecure)
+    coordinator, listen = _counterpart(coordinator, listen, config, protection)
+    ports = _data_ports(data_port, config)
+    once = not network.keep_alive if once is None else once
+    chosen = _device(device or network.device)
+    Allowed(trust, allow_builders=allow_builder)  # says now what must not be trusted, not in the first run
     node = _node(name, protection)
-    ending = _Ending(stop, exit_after_s)
+    ending = Ending(stop, exit_after_s)
     with ending:
         if coordinator is not None and protection.material is None:
             joining = _join_string(join, join_file)
@@ -115,11 +127,13 @@ def run_worker(
             return
         if coordinator is not None:
             _warn(protection.check_connect(coordinator).warnings)
-        hub = Hub(
+        hub = _open_hub(
             bind or _default_bind(coordinator or listen or ""),
+            ports,
             advertise=advertise or network.worker_address,
             toward=coordinator,
             protection=protection,
+            folder=None if socket_folder is None else Path(socket_folder),
         )
         settings = WorkerSettings(
             node=node,
@@ -127,6 +141,7 @@ def run_worker(
             threads=threads or 0,
             tags=tuple(network.worker_tags if tags is None else tags),
             trusted=tuple(trust),
+            builders=tuple(allow_builder),
         )
         worker = ending.worker = Worker(settings, hub, protection=protection)
         if ending.event.is_set():
@@ -138,6 +153,53 @@ def run_worker(
                 _serve_drivers(worker, listen, protection, once=once)
         finally:
             hub.close()
+
+
+def _counterpart(
+    coordinator: str | None, listen: str | None, config: RunConfig, protection: Protection
+) -> tuple[str | None, str | None]:
+    """Return where the coordinator is, or else where to listen for a driver."""
+    if coordinator is None and listen is None:
+        network = config.network
+        if config.discovery.backend == "static":
+            host = "0.0.0.0" if protection.allows_others else "127.0.0.1"  # noqa: S104 - the start-up rule allows it
+            return None, f"{host}:{network.worker_port}"
+        coordinator = network.coordinator_address
+    if (coordinator is None) == (listen is None):
+        raise ConfigError(
+            "run_worker: give coordinator='HOST:PORT', or listen='HOST:PORT' for P2P (or set COORDINATOR_ADDRESS, or "
+            "discovery.backend: static in a configuration)"
+        )
+    return coordinator, listen
+
+
+def _data_ports(setting: int | str | None, config: RunConfig) -> tuple[PortPair, ...]:
+    setting = config.network.data_port if setting is None else setting
+    return ANY if setting is None else port_pairs(setting, offset=config.transport.tensor_port_offset)
+
+
+def _open_hub(bind: str, ports: tuple[PortPair, ...], **options: Any) -> Hub:
+    """Open the hub at the first pair of *ports* that is free.
+
+    Raises:
+        ConfigError: *bind* gives another port.
+        TransportError: None is free.
+    """
+    if ports == ANY:
+        return Hub(bind, **options)
+    where = parse_address(bind)
+    if where.port:
+        raise ConfigError(f"--bind {bind} and --data-port both give a port; leave that of --bind out ({where.host}:0)")
+    problems = []
+    for tcp, grpc in ports:
+        try:
+            return Hub(str(replace(where, port=tcp)), grpc_port=grpc, **options)
+        except TransportError as error:
+            problems.append(f"  {tcp} (TCP) and {grpc} (gRPC): {error}")
+    raise TransportError(
+        "no data ports are free; every worker of a host needs two of its own: give others with --data-port, such as a "
+        "range with room for all (50061-50068)\n" + "\n".join(problems)
+    )
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -190,12 +252,12 @@ def _join_string(text: str | None, path: str | os.PathLike[str] | None) -> JoinS
     return None if text is None else JoinString.parse(text, now=time.time())
 
 
-def _join(coordinator: str, joining: JoinString, node: str, ending: _Ending) -> Protection:
+def _join(coordinator: str, joining: JoinString, node: str, ending: Ending) -> Protection:
     """Join the run, as soon as there is a coordinator."""
     from torchslicer.cluster.security.exchange import join_run  # noqa: PLC0415 - needs cryptography, an extra
     from torchslicer.cluster.security.messages import JoinRefusedError  # noqa: PLC0415
 
-    wait = _Waiting(ending.event, f"waiting for a coordinator at {coordinator} to join")
+    wait = Waiting(ending.event, f"waiting for a coordinator at {coordinator} to join")
     while not ending.event.is_set():
         try:
             material = join_run(coordinator, joining, node)
@@ -217,7 +279,7 @@ def _join(coordinator: str, joining: JoinString, node: str, ending: _Ending) -> 
 def _serve_coordinator(worker: Worker, address: str, protection: Protection, *, once: bool) -> None:
     """Connect, serve, and connect again when the coordinator is gone."""
     text = f"waiting for a coordinator at {address}"
-    wait = _Waiting(worker.stopping, text)
+    wait = Waiting(worker.stopping, text)
     if parse_address(address).is_unix:  # guarded by the file system
         protection = Protection()
     name = protection.server_name(COORDINATOR, address)
@@ -231,22 +293,24 @@ def _serve_coordinator(worker: Worker, address: str, protection: Protection, *, 
             continue
         if once:
             return
-        wait = _Waiting(worker.stopping, text)
+        wait = Waiting(worker.stopping, text)
 
 
 def _check_trust(error: TransportError, address: str, protection: Protection) -> None:
-    """Give up where waiting cannot help: one side does not accept the other's certificate.
+    """Give up where waiting cannot help: one side does not accept the other's certificate, or has none.
 
     Raises:
         SecurityError: So it is.
     """
-    cause = error.__cause__
-    alert = isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "")
-    if protection.material is not None and (isinstance(cause, ssl.SSLCertVerificationError) or alert):
+    cut_off = protection.material is None and isinstance(error, (FrameError, PeerClosedError))
+    if cut_off and not address.startswith("unix:") and speaks_tls(*split_address(address)):
         raise SecurityError(
-            f"the coordinator at {address} and this worker do not accept each other's certificates: {error}; if it was "
-            "started anew, take the join string that it prints now"
+            f"the coordinator at {address} takes only TLS connections, and this worker has no certificate. Start it "
+            f"with the line that the coordinator printed: torchslicer worker --coordinator {address} --join STRING (or "
+            "--join-file, TORCHSLICER_JOIN), or with certificates: --tls-ca, --tls-cert, --tls-key"
         ) from error
+    hint = "; if it was started anew, take the join string that it prints now"
+    check_trust(error, f"the coordinator at {address} and this worker", protection, hint=hint)
 
 
 def _serve_drivers(worker: Worker, listen: str, protection: Protection, *, once: bool) -> None:
@@ -274,7 +338,7 @@ class _Drivers:
         self.idle = threading.Event()
         self.idle.set()
         self._worker, self._listener, self._protection = worker, listener, protection
-        self._door = Door(8)
+        self._door = Door()
         self._complaints = Complaints(logger)
         self._found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._accept, name="torchslicer-drivers", daemon=True)
@@ -319,66 +383,3 @@ class _Drivers:
         self._door.close()
         while not self._found.empty():
             self._found.get().control.close()
-
-
-class _Waiting:
-    """Waits longer each time, and says so once in a while."""
-
-    def __init__(self, stopping: threading.Event, text: str) -> None:
-        self._stopping, self._text = stopping, text
-        self._pause_s = _FIRST_RETRY_S
-        self._next_word = time.monotonic() + _FIRST_RETRY_S
-
-    def a_little(self, error: Exception) -> None:
-        if time.monotonic() >= self._next_word:
-            logger.info("%s (%s)", self._text, error)
-            self._next_word = time.monotonic() + _SAY_WAITING_S
-        self._stopping.wait(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.5, _LONGEST_RETRY_S)
-
-
-class _Ending:
-    """Lets SIGTERM and SIGINT (in the main thread) and an event stop the worker, also before there is one."""
-
-    def __init__(self, stop: threading.Event | None, exit_after_s: float | None) -> None:
-        self.event = threading.Event()
-        self._exit_after_s = exit_after_s
-        self.worker: Worker | None = None
-        self._stop = stop
-        self._before: dict[int, Callable[..., object] | int | None] = {}
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, lambda *_: self._end())
-        if self._stop is not None:
-            self._thread = threading.Thread(target=self._follow, name="torchslicer-stop", daemon=True)
-            self._thread.start()
-
-    def _follow(self) -> None:
-        while not self._done.is_set():
-            if self._stop is not None and self._stop.wait(0.1):
-                self._end()
-                return
-
-    def _end(self) -> None:
-        self.event.set()
-        if self.worker is not None:
-            self.worker.stop()
-        if self._exit_after_s is not None:
-            threading.Thread(target=self._force, name="torchslicer-force", daemon=True).start()
-
-    def _force(self) -> None:
-        """End the process when the code of a stage does not return; there is no other way to stop it."""
-        if not self._done.wait(self._exit_after_s):
-            logger.error("a stage did not return within %.0f s; the process ends", self._exit_after_s)
-            os._exit(143)
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

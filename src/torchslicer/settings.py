@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
 from torchslicer.config import RunConfig
-from torchslicer.errors import ConfigError
+from torchslicer.errors import ConfigError, UnknownArgumentError, nearest
 from torchslicer.pipeline.criterion import build_criterion
 from torchslicer.pipeline.optimizers import build_optimizer_spec, build_scheduler_spec
 from torchslicer.pipeline.options import TrainingOptions
 from torchslicer.schedule import generate
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def names_checked(
+    call: str, *, further: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function say which keyword was meant where Python would only say which one it does not take.
+
+    The signature stays, for `help`, `inspect.signature` and type checkers.
+
+    Args:
+        call: What messages call the function.
+        further: What a function with ``**keywords`` passes them on to, so that they are checked before it starts.
+
+    Raises:
+        UnknownArgumentError: A keyword is unknown (when the function is called).
+
+    Example:
+        >>> @names_checked("area")
+        ... def area(*, width: float, height: float) -> float:
+        ...     return width * height
+        >>> area(width=2.0, heigth=3.0)
+        Traceback (most recent call last):
+        torchslicer.errors.UnknownArgumentError: area: unknown keyword 'heigth'; did you mean 'height'? Keywords are \
+width, height
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = tuple(dict.fromkeys((*_keywords(function), *(_keywords(further) if further else ()))))
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    hint = nearest(name, known) or "."
+                    keywords = ", ".join(known)
+                    raise UnknownArgumentError(f"{call}: unknown keyword {name!r}{hint} Keywords are {keywords}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in named and parameter.name != "self"]
 
 
 @dataclass(frozen=True)

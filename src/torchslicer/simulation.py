@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,8 @@ from torchslicer.discovery import CoordinatorDiscovery
 from torchslicer.errors import ConfigError, WorkerFailureError
 from torchslicer.executors.distributed import DistributedExecutor
 from torchslicer.executors.processes import LocalWorkers
+from torchslicer.settings import names_checked
+from torchslicer.transport.sockets import private_folder
 
 __all__ = ["LocalWorkers", "simulate", "simulated"]
 
@@ -29,6 +32,7 @@ def simulated(
     transport: str = "tcp",
     threads: int | None = None,
     trust: Sequence[str] = (),
+    allow_builder: Sequence[str] = (),
     run_config: Any = None,
     same_host: bool = True,
 ) -> Iterator[DistributedExecutor]:
@@ -39,6 +43,7 @@ def simulated(
         transport: ``"tcp"`` or ``"grpc"``; on one host tensors go through UNIX sockets either way.
         threads: Threads of torch in each worker; by default the cores are shared.
         trust: Packages that models may use.
+        allow_builder: Functions that may be called to build models, as for `run_worker`.
         run_config: Configuration of the executor.
         same_host: Use UNIX sockets; False lets tensors take *transport*, as between machines.
 
@@ -48,12 +53,22 @@ def simulated(
     """
     if n < 1:
         raise ConfigError(f"simulate: expected at least one worker, got n={n}")
-    executor = DistributedExecutor(
-        CoordinatorDiscovery(), "127.0.0.1:0", run_config, transport=transport, same_host=same_host
-    )
     names = [f"worker-{index:03d}" for index in range(n)]
+    folder = private_folder()  # no other user of this machine can register, or connect to a worker's socket
     try:
-        with LocalWorkers(executor.address, names, threads=threads, trust=trust) as workers:
+        with (
+            DistributedExecutor(
+                CoordinatorDiscovery(),
+                f"unix:{folder}/coordinator",
+                run_config,
+                transport=transport,
+                same_host=same_host,
+                tls={},  # certificates of a configuration are for other machines
+            ) as executor,
+            LocalWorkers(
+                executor.address, names, threads=threads, trust=trust, allow_builder=allow_builder, folder=folder
+            ) as workers,
+        ):
             workers.wait_for(lambda: len(executor.coordinator.live()), timeout_s=_START_TIMEOUT_S)
             try:
                 with _last_words(workers):
@@ -61,7 +76,7 @@ def simulated(
             finally:
                 executor.close(shut_workers=True)
     finally:
-        executor.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -76,8 +91,9 @@ def _last_words(workers: LocalWorkers) -> Iterator[None]:
         raise WorkerFailureError(f"{error}\nThe last words of the workers:\n{words}") from error
 
 
+@names_checked("simulate", further=SlicedModel.train)
 def simulate(
-    model: nn.Module,
+    model: nn.Module | str,
     loader: Iterable[Any],
     optimizer: Any = None,
     criterion: Any = None,
@@ -86,17 +102,19 @@ def simulate(
     transport: str = "tcp",
     threads: int | None = None,
     trust: Sequence[str] | None = None,
+    allow_builder: Sequence[str] | None = None,
     strategy: Any = "uniform",
     pack: Any = None,
     cuts: Sequence[str] | None = None,
     example: Any = None,
+    builder_args: Mapping[str, Any] | None = None,
     run_config: Any = None,
     **training: Any,
 ) -> list[Metrics]:
     """Train *model* on *n* worker processes of this machine, and return the history; the model is trained in place.
 
     Args:
-        model: The model.
+        model: The model, or the name of a function that makes it, as for `slice`.
         loader: Yields batches.
         optimizer: As for `SlicedModel.train`.
         criterion: As for `SlicedModel.train`.
@@ -104,20 +122,44 @@ def simulate(
         transport: As for `simulated`.
         threads: As for `simulated`.
         trust: As for `simulated`; by default the packages that the classes of *model* and *criterion* come from.
+        allow_builder: As for `simulated`; by default what *model* and *pack* name, if *model* is a name.
         strategy: As for `slice`.
         pack: As for `slice`.
         cuts: As for `slice`.
         example: As for `slice`.
+        builder_args: As for `slice`.
         run_config: As for `SlicedModel.train`.
         training: Further arguments of `SlicedModel.train`.
+
+    Raises:
+        ConfigError: A keyword or setting is unknown, impossible or contradictory.
+        SliceError: The model cannot be cut like that.
+        RunError: A stage, worker or callback failed, or the loss is not finite.
     """
     # Cut first: what is wrong with that is said before any process starts.
-    sliced: SlicedModel = slice(model, strategy, n if cuts is None else None, None, pack, cuts=cuts, example=example)
-    trusted = _packages(model, criterion) if trust is None else trust
+    sliced: SlicedModel = slice(
+        model, strategy, n if cuts is None else None, None, pack, cuts=cuts, example=example, builder_args=builder_args
+    )
+    trusted = _packages(sliced.model, criterion) if trust is None else trust
+    builders = _builders(model, pack) if allow_builder is None else allow_builder
     with simulated(
-        sliced.plan.num_stages, transport=transport, threads=threads, trust=trusted, run_config=run_config
+        sliced.plan.num_stages,
+        transport=transport,
+        threads=threads,
+        trust=trusted,
+        allow_builder=builders,
+        run_config=run_config,
     ) as sliced.executor:
         return sliced.train(loader, optimizer, criterion, run_config=run_config, **training)
+
+
+def _builders(model: Any, pack: Any) -> list[str]:
+    """Return the user's own functions that make a model given by name: the workers run the user's code anyway."""
+    if not isinstance(model, str):
+        return []
+    module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "<")
+    usable = module is not None and "<" not in name and module.split(".", maxsplit=1)[0] not in _NEVER_TRUSTED
+    return [model, f"{module}:{name}"] if usable else [model]
 
 
 def _packages(model: nn.Module, criterion: Any) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from torchslicer.callbacks import CallbackList, Metrics
 from torchslicer.errors import DataError, SliceError
 from torchslicer.events import EpochEnded, EpochStarted, Evaluated, EventBus, RunEnded, RunStarted, StepEnded
-from torchslicer.executors.base import Cut, Executor, StepResult
+from torchslicer.executors.base import Cut, Executor, StepResult, Upcoming
 from torchslicer.metrics import MetricSpec, Totals, resolve_metrics
 from torchslicer.pipeline.batch import Batch, BatchReader
 from torchslicer.pipeline.criterion import Criterion
@@ -125,13 +125,11 @@ class Trainer:
         started = time.perf_counter()
         raw = run.first_epoch if epoch == 1 else iter(run.loader)
         groups = _grouped(raw, run.reader, self.options.accumulate)
-        if self.executor.wants_upcoming:
-            pairs: Iterator[tuple[list[Batch], list[Batch] | None]] = _with_next(groups)
-        else:
-            pairs = ((batches, None) for batches in groups)
+        ahead = _Ahead(groups)
+        upcoming = ahead.peek if self.executor.wants_upcoming else None
         results = [
             self._step(batches, upcoming, epoch=epoch, number=number, state=state)
-            for number, (batches, upcoming) in enumerate(pairs)
+            for number, batches in enumerate(ahead)
         ]
         if not results:
             raise DataError(_nothing_left(epoch))
@@ -152,7 +150,7 @@ class Trainer:
             )
 
     def _step(
-        self, batches: Sequence[Batch], upcoming: Sequence[Batch] | None, *, epoch: int, number: int, state: _State
+        self, batches: Sequence[Batch], upcoming: Upcoming | None, *, epoch: int, number: int, state: _State
     ) -> StepResult:
         started = time.perf_counter()
         result = self.executor.train_step(batches, state.step, upcoming)
@@ -225,13 +223,20 @@ def _grouped(raw: Iterator[Any], reader: BatchReader, accumulate: int) -> Iterat
         yield group
 
 
-def _with_next(groups: Iterator[list[Batch]]) -> Iterator[tuple[list[Batch], list[Batch] | None]]:
-    """Yield the batches of each step together with those of the step after it in the epoch."""
-    current = next(groups, None)
-    while current is not None:
-        following = next(groups, None)
-        yield current, following
-        current = following
+class _Ahead(Iterator[list[Batch]]):
+    """The batches of each step; while one runs, those of the step after it can be looked at."""
+
+    def __init__(self, groups: Iterator[list[Batch]]) -> None:
+        self._groups = groups
+        self._seen: list[list[Batch]] = []
+
+    def __next__(self) -> list[Batch]:
+        return self._seen.pop() if self._seen else next(self._groups)
+
+    def peek(self) -> list[Batch] | None:
+        """Return what comes next, or None."""
+        self._seen = self._seen or list(itertools.islice(self._groups, 1))
+        return self._seen[0] if self._seen else None
 
 
 def _nothing_left(epoch: int) -> str:

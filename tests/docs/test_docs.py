@@ -50,6 +50,25 @@ def test_links_to_files_of_the_project_lead_somewhere(path):
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def test_tests_that_the_page_on_failures_names_exist():
+    """A name may leave its beginning or its end out: three dots."""
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in (path.name, *re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    }
+    named = re.findall(
+        r"`(test_\w+(?:\.py|\.\.\.)?|\.\.\.\w+)`", (ROOT / "docs/failures.md").read_text(encoding="utf-8")
+    )
+    assert len(named) > 60
+    missing = [
+        name
+        for name in named
+        if not any(re.fullmatch(re.escape(name).replace(r"\.\.\.", ".*"), other) for other in there)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_the_docstrings_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

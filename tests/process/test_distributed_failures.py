@@ -1,23 +1,19 @@
 """Whatever goes wrong: an error in time that says where, and workers that serve the next run. With real processes.
 
-The workers of the module outlive the tests. Each test has a coordinator of its own on the port that they know, so that
-every test also shows that workers come back.
+The workers outlive the tests: see `tests.support.crew`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +21,21 @@ import pytest
 import torch
 
 import torchslicer as ts
-from tests.support.cluster import Peers, Program, travelling_by, worker_program, write_script
+from tests.support.cluster import Peers, Program, free_address, travelling_by, worker_program, write_script
+from tests.support.crew import (
+    CONFIG,
+    GIVEN_UP_S,
+    SGD,
+    SLACK_S,
+    Crew,
+    assert_usable,
+    executor_at,
+    fails,
+    train,
+    within,
+)
 from tests.support.saboteur import NUM_STAGES, Saboteur, batches, model_with
 from torchslicer.callbacks import TrainingCallback
-from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import (
     CallbackError,
@@ -40,104 +47,6 @@ from torchslicer.errors import (
 from torchslicer.executors.distributed import DistributedExecutor
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("one_thread")]
-
-INTERVAL_S, TIMEOUT_S = 0.3, 0.7
-GIVEN_UP_S = 2 * (INTERVAL_S + TIMEOUT_S)
-CONFIG = RunConfig.create(fault_tolerance={"heartbeat_interval_s": INTERVAL_S, "ping_timeout_s": TIMEOUT_S})
-SLACK_S = 2.0
-"""What a busy machine adds to a stated time."""
-SGD = {"name": "SGD", "params": {"lr": 0.1}}
-
-
-@dataclass
-class Crew:
-    """Workers that know one port, kept running by a process of their own, and the executor of the test."""
-
-    port: int
-    keeper: Program
-    executor: DistributedExecutor = None  # type: ignore[assignment]
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """The worker processes that there are, or were until a moment ago."""
-        matches = [re.fullmatch(r"(worker-\d) (\d+)", line) for line in self.keeper.lines]
-        return {match[1]: int(match[2]) for match in matches if match is not None}
-
-    def signal(self, stage: int, number: int) -> None:
-        os.kill(self.pids[f"worker-{stage}"], number)
-
-    def wait_for(self, count: int = NUM_STAGES) -> None:
-        try:
-            self.executor.coordinator.wait_for(count, timeout_s=60.0)
-        except WorkerFailureError as error:
-            pytest.fail(f"{error}\n{self.keeper.output}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def hired() -> Iterator[Crew]:
-    port = free_port()
-    names = [f"worker-{index}" for index in range(NUM_STAGES)]
-    with Program(["-m", "tests.support.supervisor", f"127.0.0.1:{port}", *names]) as keeper:
-        yield Crew(port, keeper)
-        keeper.process.stdin.close()  # type: ignore[union-attr]
-        keeper.wait()
-
-
-@pytest.fixture
-def crew(hired: Crew) -> Iterator[Crew]:
-    """The workers, registered with an executor of this test."""
-    hired.executor = executor_at(hired.address)
-    try:
-        hired.wait_for()
-        yield hired
-    finally:
-        hired.executor.close()
-
-
-def executor_at(address: str, **options: Any) -> DistributedExecutor:
-    return DistributedExecutor(CoordinatorDiscovery(run_id="failures"), address, CONFIG, **options)
-
-
-def train(crew: Crew, model: torch.nn.Module, data: Any = None, *, optimizer: Any = SGD, **options: Any) -> Any:
-    sliced = ts.slice(model, n=NUM_STAGES, executor=crew.executor)
-    options = {"epochs": 1, "run_dir": False, "num_microbatches": 2, **options}
-    return sliced.train(batches() if data is None else data, optimizer, "mse", **options)
-
-
-def assert_usable(crew: Crew) -> None:
-    """Fail unless the same workers train in the same executor, to the same bits as without them."""
-    model = model_with()
-    alone = copy.deepcopy(model)
-    data = batches(2)
-    got = train(crew, model, data)
-    want = ts.slice(alone, n=NUM_STAGES).train(data, SGD, "mse", epochs=1, run_dir=False, num_microbatches=2)
-    assert got[0]["loss"] == want[0]["loss"]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    took = time.monotonic() - started
-    assert took < seconds, f"took {took:.1f} s, allowed are {seconds:.1f} s"
-
-
-@contextlib.contextmanager
-def fails(error: type[BaseException], pattern: str = "", *, seconds: float = 10.0) -> Iterator[Any]:
-    """Fail unless the block raises *error*, with a text like *pattern*, in time."""
-    with within(seconds), pytest.raises(error, match=f"(?s){pattern}") as caught:
-        yield caught
-
 
 # A stage raises
 
@@ -408,7 +317,7 @@ def test_the_port_is_in_use(crew: Crew) -> None:
 DRIVER = """
 import sys, torch
 import torchslicer as ts
-from tests.process.test_distributed_failures import executor_at
+from tests.support.crew import executor_at
 from tests.support.saboteur import batches, model_with
 
 class Tells(ts.TrainingCallback):
@@ -511,7 +420,7 @@ def test_peers_after_a_failure_and_after_a_driver(peers: Peers) -> None:
 
 
 def test_nobody_listens() -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     executor = DistributedExecutor(StaticDiscovery(peers=[address, address], timeout_s=0.3), run_config=CONFIG)
     with executor, fails(WorkerFailureError, f"no worker listens at {address}"):
         ts.slice(model_with(), n=2, executor=executor).train(batches(1), SGD, "mse", epochs=1, run_dir=False)

@@ -15,8 +15,21 @@ import torchslicer as ts
 from tests.support.awkward import EXACT, RANDOM
 from tests.support.cluster import TRANSPORTS, travelling_by
 from tests.support.driver import sliced_train, train_case
-from tests.support.models import BN_CONV, BN_MLP, GPT_CASE, MLP, MOE, TAGGER, UNET, Case, batchnorm_convnet, images
+from tests.support.models import (
+    BN_CONV,
+    BN_MLP,
+    GPT_CASE,
+    MLP,
+    MOE,
+    TAGGER,
+    UNET,
+    Case,
+    batchnorm_convnet,
+    images,
+    vectors,
+)
 from tests.support.nets_boundary import ChannelsLast, Masked, MeanOfWords, Transposed, Wide, sleepy
+from tests.support.nets_buffers import averaged, averaged_twice
 from tests.support.nets_values import frozen
 from tests.support.oracle import ADAM, ADAMW, SGD, Result, assert_same_bits, snapshot
 from torchslicer.executors.distributed import DistributedExecutor
@@ -83,6 +96,26 @@ def test_weight_norm_is_refused_before_anything_runs(pool: DistributedExecutor) 
     [case] = [case for case in EXACT if case.name == "weight_norm"]
     with pytest.raises(ts.TorchSlicerError, match=r"'first'.*parametrized"):
         train_case(case, SGD, n=2, steps=1, slice_options={"executor": pool})
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_buffers_that_the_forward_pass_changes(pool: DistributedExecutor, replaces: bool) -> None:
+    case = Case("averaged", lambda dropout: averaged(replaces=replaces), vectors())
+    assert_case(pool, case, SGD, n=3, n_micro_batches=4, schedule="1f1b")
+
+
+def test_a_buffer_changed_in_two_stages_is_refused_before_anything_runs(pool: DistributedExecutor) -> None:
+    """Each worker would keep one of its own, and one of the two would be lost."""
+    case = Case("averaged twice", lambda dropout: averaged_twice(replaces=True), vectors())
+    with pytest.raises(ts.SliceError, match=r"buffer '1.mean'.*stages 0 and 1: each worker.*local"):
+        train_case(case, SGD, n=3, steps=1, slice_options={"executor": pool})
+
+
+def test_labels_that_are_no_class_are_named(pool: DistributedExecutor) -> None:
+    batch = torch.randn(8, 16), torch.tensor([0, 1, 2, 3, 0, 1, 2, 11])
+    says = r"stage 1, forward of micro-batch 3 of 4 .*CrossEntropyLoss: 1 of 2 targets .*from 11 to 11, expected 0 to 3"
+    with pytest.raises(ts.StageError, match=says):
+        train_case(MLP, SGD, n=2, steps=1, batches=[batch], n_micro_batches=4, slice_options={"executor": pool})
 
 
 # Options of training

@@ -17,6 +17,7 @@ from tests.support.cluster import Program, free_address, worker_program, write_s
 from tests.support.models import MLP, mlp4
 from tests.support.oracle import SGD
 from torchslicer import simulation
+from torchslicer.executors import processes
 
 pytestmark = pytest.mark.process
 
@@ -121,3 +122,12 @@ def test_selftest_uses_the_users_workers() -> None:
         assert program.lines[-1].startswith("passed")
         assert left.wait() == 0
         assert right.wait() == 0
+
+
+def test_settings_in_the_environment_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"TORCHSLICER_NETWORK__TLS__CA": "ca.pem", "TORCHSLICER_JOIN": "ts1.x", "EXPERIMENT_CONFIG": "run.yaml"}
+    for name, value in {**given, "WORKER_ADDRESS": "elsewhere", "MINE": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    passed = processes._environment()
+    assert passed["MINE"] == "kept"
+    assert not {*given, "WORKER_ADDRESS"} & set(passed)

@@ -205,6 +205,21 @@ def test_s38_proxy_variables_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     listener.close()
 
 
+def test_s39_frequent_pings_of_an_idle_client_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was not told of them says "too_many_pings" after three, and ends the connection."""
+    others = [option for option in channels._CLIENT_OPTIONS if option[0] != "grpc.keepalive_time_ms"]
+    monkeypatch.setattr(channels, "_CLIENT_OPTIONS", (*others, ("grpc.keepalive_time_ms", 200)))
+    listener = channels.GrpcListener("127.0.0.1:0")
+    client = channels.connect(listener.address, timeout_s=WAIT_S)
+    server = listener.accept(timeout_s=WAIT_S)
+    with pytest.raises(DeadlineError):
+        client.receive(timeout_s=4.5)
+    server.send(Frame.of_bytes(FrameKind.PING), timeout_s=WAIT_S)
+    assert client.receive(timeout_s=WAIT_S).header.kind is FrameKind.PING
+    for each in (client, server, listener):
+        each.close()
+
+
 def test_socket_for_peers_on_this_host_is_private_and_removed() -> None:
     listener = TcpListener("127.0.0.1:0", local=True)
     network, local = listener.endpoints

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import torch
 
 from torchslicer.transport.dtypes import code_of
@@ -73,9 +74,7 @@ def slow(connect: Connect, over: threading.Event) -> None:
 
 def huge(connect: Connect, over: threading.Event) -> None:
     """Announce a tensor of a gigabyte, and send as much of it as is taken."""
-    geometry = geometry_of((1 << 28,), (1,), code_of(torch.float32))
-    wire = encode_header(FrameHeader(FrameKind.FORWARD, payload_bytes=geometry.payload_bytes, geometry=geometry))
-    block = bytes(1 << 20)
+    wire, block = _huge_header(), bytes(1 << 20)
     while not over.is_set():
         with contextlib.suppress(OSError), connect() as sock:
             sock.sendall(wire)
@@ -101,15 +100,49 @@ def huge_in_tls(connect: Connect, over: threading.Event) -> None:
 ATTACKS = (garbage, half_open, slow, huge, huge_in_tls)
 
 
+def _huge_header() -> bytes:
+    geometry = geometry_of((1 << 28,), (1,), code_of(torch.float32))
+    return encode_header(FrameHeader(FrameKind.FORWARD, payload_bytes=geometry.payload_bytes, geometry=geometry))
+
+
+def _pieces(over: threading.Event, kind: int) -> Iterator[bytes]:
+    """Yield what one stream of a gRPC attacker sends: garbage, nothing, half a header, or a gigabyte."""
+    if kind == 0:
+        yield os.urandom(4096)
+    if kind == 2:
+        yield b"TSLF"
+    if kind == 3:
+        yield _huge_header()
+        for _ in range(64):
+            if over.is_set():
+                return
+            yield bytes(1 << 20)
+    over.wait(1.0)
+
+
+def streams(address: str, over: threading.Event) -> None:
+    """Open gRPC streams, four a connection, and send all that in them."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    while not over.is_set():
+        with grpc.insecure_channel(address, options=options) as channel:
+            method = channel.stream_stream("/torchslicer.Channel/Frames")
+            calls = [method(_pieces(over, kind), timeout=1.0) for kind in range(4)]
+            for call in calls:
+                with contextlib.suppress(grpc.RpcError):
+                    for _ in call:
+                        pass
+
+
 @contextlib.contextmanager
-def under_attack(addresses: Sequence[str]) -> Iterator[None]:
-    """Let all attacks go on at all addresses during the block."""
+def under_attack(addresses: Sequence[str], *, grpc_addresses: Sequence[str] = ()) -> Iterator[None]:
+    """Let all attacks go on at all addresses during the block; those with gRPC streams at *grpc_addresses*."""
     over = threading.Event()
     threads = [
         threading.Thread(target=attack, args=(connector(address), over), name=attack.__name__)
         for address in addresses
         for attack in ATTACKS
     ]
+    threads += [threading.Thread(target=streams, args=(address, over), name="streams") for address in grpc_addresses]
     for thread in threads:
         thread.start()
     try:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from torchslicer.cluster.links import Links
+from torchslicer.transport.frame import Frame, FrameHeader
 
 NUM_STAGES = 3
 WIDTH = 8
@@ -65,7 +70,10 @@ class Saboteur(nn.Module):
             os.kill(os.getpid(), getattr(signal, self.harm))
         if self.harm == "links":
             break_links()
-        time.sleep(self.seconds)
+        if self.harm in GHOSTS:
+            haunt(open_links(), GHOSTS[self.harm])
+        if self.seconds:
+            spend(self.seconds, self.harm)
         return x * 1.0
 
 
@@ -83,18 +91,54 @@ class _Boom(torch.autograd.Function):
         return gradient, None, None
 
 
+def open_links() -> Links:
+    """Return the links of this process's run."""
+    gc.collect()  # the links of runs that are over, perhaps over gRPC, would be found too; or they are still closing
+    # isinstance asks objects for their __class__, and some of them answer
+    [found] = [thing for thing in gc.get_objects() if type(thing) is Links and not thing._closing]
+    return found
+
+
 def break_links() -> None:
     """Break the connections to the other ranks of this process, not that to the coordinator."""
-    from torchslicer.cluster.links import Links
+    for rank, channel in open_links()._channels.items():
+        if rank >= 0:
+            channel._stream.shut(reading=True)  # type: ignore[attr-defined]
 
-    gc.collect()  # the links of runs that are over, perhaps over gRPC, would be found too; or they are still closing
-    for found in gc.get_objects():
-        if type(found) is not Links:  # isinstance asks objects for their __class__, and some of them answer
-            continue
-        if not found._closing:
-            for rank, channel in found._channels.items():
-                if rank >= 0:
-                    channel._stream.shut(reading=True)  # type: ignore[attr-defined]
+
+def haunt(links: Links, names: Callable[[FrameHeader], Mapping[str, int]]) -> None:
+    """Send with every frame one of other content before it and after it, under other *names*."""
+    send = links.send
+
+    def haunted(rank: int, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            ghost = Frame(frame.header._replace(**names(frame.header)), _other(frame.payload))
+            send(rank, [ghost, frame, ghost])
+
+    links.send = haunted  # type: ignore[method-assign]
+
+
+def _other(payload: torch.Tensor | bytes) -> torch.Tensor | bytes:
+    return payload if isinstance(payload, bytes) else torch.full_like(payload, 7)
+
+
+GHOSTS: dict[str, Callable[[FrameHeader], Mapping[str, int]]] = {
+    "old": lambda header: {"generation": header.generation - 1},
+    "later": lambda header: {"generation": header.generation + 1},
+    "foreign": lambda header: {"run": header.run ^ 1},
+}
+"""Frames that belong to another run."""
+
+
+def spend(seconds: float, how: str) -> None:
+    """Sleep, compute in a loop that Python interprets ("busy"), or keep the interpreter's lock ("hold")."""
+    end, value = time.monotonic() + seconds, 1
+    if how == "hold":
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the lock
+    while how == "busy" and time.monotonic() < end:
+        for _ in range(10_000):
+            value = value * 31 % 1_000_003
+    time.sleep(max(end - time.monotonic(), 0.0))
 
 
 def model_with(harm: nn.Module | None = None, stage: int = 1) -> nn.Sequential:

@@ -65,7 +65,7 @@ OUR_DEFAULTS: dict[str, dict[str, object]] = {
         "target_key": None,
     },
     "pipeline": {"schedule": None, "strategy": "uniform", "cuts": None, "devices": None},
-    "network": {"tls": {"ca": None, "cert": None, "key": None, "names": []}, "insecure": False},
+    "network": {"tls": {"ca": None, "cert": None, "key": None, "names": []}, "insecure": False, "data_port": None},
 }
 
 

@@ -166,3 +166,38 @@ def test_variables_that_cannot_be_used(name: str, value: str, message: str, monk
 def test_other_variables_of_ours_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHSLICER_TOKEN_FILE", "/run/token")
     assert RunConfig.from_env().training.epochs == 10
+
+
+def test_keys_of_tls_are_given_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSLICER_NETWORK__TLS", '{"ca": "old", "cert": "c", "key": "k"}')
+    monkeypatch.setenv("TORCHSLICER_NETWORK__TLS__CA", "/ca.pem")
+    monkeypatch.setenv("TORCHSLICER_NETWORK__TLS__NAMES", "a, b")
+    tls = RunConfig.from_env().network.tls
+    assert (tls.files, tls.names) == (("/ca.pem", "c", "k"), ["a", "b"])
+    path = tmp_path / "run.yaml"
+    path.write_text("network: {tls: {cert: of-the-file}}\n")
+    assert RunConfig.load(path).network.tls.files == ("/ca.pem", "of-the-file", "k")
+    assert RunConfig.load(path, network__tls__key="mine", tls={"ca": "too"}).network.tls.files == (
+        "too", "of-the-file", "mine",
+    )  # fmt: skip
+    monkeypatch.setenv("TORCHSLICER_NETWORK__TLS__CA", "null")
+    assert RunConfig.from_env().network.tls.ca is None
+
+
+def test_errors_in_keys_of_tls_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSLICER_NETWORK__TLS__CER", "c")
+    with pytest.raises(ConfigError, match=r"TLS__CER: .*did you mean 'TORCHSLICER_NETWORK__TLS__CERT'"):
+        RunConfig.from_env()
+    monkeypatch.delenv("TORCHSLICER_NETWORK__TLS__CER")
+    monkeypatch.setenv("TORCHSLICER_NETWORK__TLS__NAMES", "[1]")
+    with pytest.raises(ConfigError, match=r"variable TORCHSLICER_NETWORK__TLS__NAMES: network\.tls\.names\[0\]"):
+        RunConfig.from_env()
+
+
+def test_data_ports_are_a_port_or_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, value in (("50061", 50061), ("50061-50064", "50061-50064"), ("null", None)):
+        monkeypatch.setenv("TORCHSLICER_NETWORK__DATA_PORT", text)
+        assert RunConfig.from_env().network.data_port == value
+    monkeypatch.setenv("TORCHSLICER_NETWORK__DATA_PORT", "50061-")
+    with pytest.raises(ConfigError, match=r"NETWORK__DATA_PORT: network\.data_port: .*a range such as 50061-50068"):
+        RunConfig.from_env()

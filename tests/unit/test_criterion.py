@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchslicer.errors import ConfigError, DataError
+from torchslicer.errors import ConfigError, DataError, StageError
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import split, split_batch
@@ -303,3 +303,27 @@ def test_to_moves_a_copy() -> None:
     assert module.weight.device.type == "cpu"
     plain = build_criterion(lambda o, t: o.sum())
     assert plain.to("meta") is plain
+
+
+def custom_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(
+    ("spec", "output", "target", "says"),
+    [
+        ("cross_entropy", randn(3, C), [0, 5, 9], r"Entropy.*: 2 of 3 targets are no class: .*from 5 to 9.*0 to 4"),
+        ("nll", randn(2, C), [-1, 4], r"1 of 2 targets .*from -1 to -1, expected 0 to 4 \(or -100.*shape \(2, 5\)"),
+        ("cross_entropy", randn(1, C, 2), [[0, 7]], "from 7 to 7, expected 0 to 4"),
+        ("cross_entropy", randn(C), 8, "1 of 1 targets .*from 8 to 8, expected 0 to 4"),
+        (nn.CrossEntropyLoss(ignore_index=9), randn(2, C), [9, 6], r"1 of 2 .*from 6 to 6.*or 9, which is ignored"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), randn(2, C), [0, 6], "from 6 to 6"),
+        (custom_entropy, randn(2, C), [0, 6], r"IndexError.*shape \(2,\) with values from 0 to 6"),
+        ("mse", randn(2, 3), [[1, 2]], r"output tensor of shape \(2, 3\), target tensor of shape \(1, 2\)"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+def test_labels_that_are_no_class_are_named(spec: Any, output: torch.Tensor, target: Any, says: str) -> None:
+    with pytest.raises(StageError, match=says) as caught:
+        build_criterion(spec).loss(output, torch.tensor(target))
+    assert isinstance(caught.value.__cause__, (IndexError, RuntimeError))

@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import torchslicer as ts
 from tests.support.models import mlp4
 from tests.support.nets_values import Net
 from torchslicer.cutting import CutRequest, Cutter, on_device_of, unwrapped
-from torchslicer.errors import ConfigError, SliceError, TraceError, VerificationError
+from torchslicer.errors import ConfigError, DataError, SliceError, TraceError, VerificationError
 
 
 def cutter(model: nn.Module, n: int | None = 2, example: Any = None, **request: Any) -> Cutter:
@@ -74,6 +76,24 @@ def test_verification_can_be_switched_off() -> None:
 def test_time_is_measured_where_there_is_an_example() -> None:
     assert cutter(mlp4(), 2, torch.randn(4, 16), strategy="time").measured is not None
     assert cutter(mlp4(), 2, torch.randn(4, 16), strategy="parameters").measured is None
+
+
+def test_the_time_of_the_loss_counts_for_the_last_stage() -> None:
+    def slow(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return (output - target).square().mean()
+
+    model, example = mlp4(), (torch.randn(4, 16), torch.randn(4, 4))
+    plan = ts.slice(model, n=2, strategy="time", example=example, criterion=slow).plan
+    assert (plan.stages[-1].first_unit, plan.stages[-1].last_unit) == (len(model) - 1, len(model) - 1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_time_of_the_loss_needs_an_example_with_a_target() -> None:
+    with pytest.raises(ConfigError, match=r"needs example=\(inputs, target\)"):
+        ts.slice(mlp4(), n=2, strategy="time", criterion="mse")
+    with pytest.raises(DataError, match="no target"):
+        ts.slice(mlp4(), n=2, strategy="time", criterion="mse", example=torch.randn(4, 16))
 
 
 def test_an_untraceable_model_lists_what_was_tried() -> None:

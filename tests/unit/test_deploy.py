@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from torchslicer.cli import main
+from torchslicer.cluster.ports import port_pairs
 from torchslicer.config import RunConfig
 from torchslicer.config.sections import TlsSection
 
@@ -195,9 +196,9 @@ def test_selectors_and_services_meet_the_pods():
         template = found[f"{kind}/{name}"]["spec"]["template"]
         service = found[f"Service/{name}"]["spec"]
         assert service["selector"].items() <= template["metadata"]["labels"].items()
-        [port], [container] = service["ports"], template["spec"]["containers"]
+        [container] = template["spec"]["containers"]
         assert {entry["name"]: entry["containerPort"] for entry in container["ports"]} == {
-            port["targetPort"]: port["port"]
+            port["targetPort"]: port["port"] for port in service["ports"]
         }
     workers = found["StatefulSet/torchslicer-worker"]["spec"]
     assert workers["selector"]["matchLabels"] == workers["template"]["metadata"]["labels"]
@@ -209,7 +210,7 @@ def test_kubernetes_workers_have_a_command_that_parses():
     assert container["command"] == ["torchslicer", "worker"]
     options = parsed("worker", *container["args"])
     assert options["coordinator"] == "torchslicer-coordinator:50054"
-    assert options["bind"].endswith(f":{container['ports'][0]['containerPort']}")
+    assert port_pairs(options["data_port"]) == (tuple(entry["containerPort"] for entry in container["ports"]),)
     assert str(options["threads"]) == container["resources"]["limits"]["cpu"]
     check_example([*pod("Job/torchslicer-coordinator")["containers"][0]["command"][1:],
                    *pod("Job/torchslicer-coordinator")["containers"][0]["args"]], EXAMPLES / "experiments")  # fmt: skip

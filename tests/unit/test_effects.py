@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.support.nets_buffers import averaged, averaged_twice
 from tests.support.nets_values import Functional, InPlaceAdd, Net
 from torchslicer.graph.fx import trace_fx
 from torchslicer.graph.model import ModelGraph
@@ -70,3 +71,25 @@ def test_the_model_and_the_inputs_are_as_before() -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(x, kept)
+
+
+def test_buffers_that_change_are_noted_with_all_units_that_use_them() -> None:
+    once, twice = (
+        analyse(trace_fx(make(replaces=True), ["input"]), {"input": X["x"]}) for make in (averaged, averaged_twice)
+    )
+    assert once.changing == {"1.mean": (1,)}
+    names = [unit.name for unit in twice.units]
+    assert [names[unit] for unit in twice.changing["1.mean"]] == ["1", "1"]
+    assert (
+        analyse(
+            trace_fx(nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4)).eval(), ["input"]), {"input": X["x"]}
+        ).changing
+        == {}
+    )
+
+
+def test_no_cut_between_a_change_of_a_buffer_and_its_uses() -> None:
+    graph = analyse(trace_fx(averaged(replaces=False), ["input"]), {"input": X["x"]})
+    [unit] = graph.forbidden
+    assert graph.units[unit].name == "1.linear"
+    assert "memory of a buffer that changes" in graph.forbidden[unit]

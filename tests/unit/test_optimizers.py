@@ -110,6 +110,12 @@ def test_refusals(spec: Any, message: str) -> None:
         build_optimizer_spec(spec)
 
 
+def test_what_is_refused_is_not_offered() -> None:
+    with pytest.raises(ConfigError, match=r"unknown optimizer 'lbfg'; known: .*AdamW") as caught:
+        build_optimizer_spec("lbfg")
+    assert "LBFGS" not in str(caught.value)
+
+
 def grouped_spec(name: str = "adamw") -> Any:
     groups = [
         {"match": ["*.bias", "1.weight"], "weight_decay": 0.0},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 import torchslicer as ts
 from torchslicer.errors import ConfigError
@@ -77,3 +80,37 @@ def test_unknown_names_are_refused_with_the_nearest(wrong: dict[str, str]) -> No
     given: dict[str, Any] = {"optimizer": "adam", "criterion": "mse", "scheduler": None, **wrong}
     with pytest.raises(ConfigError, match=r"did you mean|unknown"):
         build_options(resolve_config(TrainSettings(), None), num_stages=2, **given)
+
+
+def small() -> ts.SlicedModel:
+    return ts.slice(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ts.slice(nn.Linear(1, 1), exmaple=1), "slice: unknown keyword 'exmaple'; did you mean 'example'"),
+        (lambda: small().train([], "sgd", "mse", epoch=1), "train: unknown keyword 'epoch'; did you mean 'epochs'"),
+        (lambda: small().evaluate([], metric="accuracy"), "evaluate: .*did you mean 'metrics'"),
+        (lambda: small().predict([], batch=3), "predict: unknown keyword 'batch'. Keywords are loader, concatenate"),
+        (lambda: small().gradients((), "mse", microbatches=2), "did you mean 'num_microbatches'"),
+        (lambda: ts.simulate(nn.Linear(1, 1), [], max_gradnorm=1.0), "simulate: .*did you mean 'max_grad_norm'"),
+    ],
+)
+def test_a_misspelt_keyword_names_the_nearest(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("function", [ts.slice, ts.SlicedModel.train, ts.SlicedModel.evaluate, ts.simulate])
+def test_checked_functions_show_their_own_signature(function: Any) -> None:
+    shown = inspect.signature(function)
+    assert shown == inspect.signature(function.__wrapped__)
+    assert "args" not in shown.parameters
+    assert function.__doc__
+
+
+def test_what_is_missing_is_python_s_own_error() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'loader'"):
+        small().train()  # type: ignore[call-arg]

@@ -17,6 +17,8 @@ from torchslicer.cluster.security import COORDINATOR as COORDINATOR_NODE
 from torchslicer.cluster.security import Protection
 from torchslicer.errors import (
     DeadlineError,
+    FrameError,
+    ProtocolError,
     RunError,
     StageError,
     TorchSlicerError,
@@ -156,7 +158,10 @@ class Assignment:
         self._hub.forget(self.message.run_id)
 
     def _lost(self, rank: int, error: TorchSlicerError) -> None:
-        self.mailbox.fail(PeerLostError(f"the connection to {self._names(rank)} broke: {error}", max(rank, 0)))
+        words = f"the connection to {self._names(rank)} broke: {error}"
+        # Who refuses what came knows the cause; to the one that sent it, it is only a connection that ended.
+        refused = isinstance(error, (FrameError, ProtocolError))
+        self.mailbox.fail(WorkerFailureError(words) if refused else PeerLostError(words, max(rank, 0)))
 
 
 def _scale_key(step: int) -> Key:

@@ -48,8 +48,13 @@ __all__ = ["Coordinator", "Liveness", "Member"]
 logger = logging.getLogger("torchslicer.coordinator")
 
 HELLO_TIMEOUT_S = 5.0
+"""A worker says who it is in the moment it has connected, with nothing to compute in between; a late one tries anew."""
 _SAY_WHO_IS_MISSING_S = 5.0
 _MAX_CALLERS = 64
+_WHY_SILENT = (
+    "(stopped, cut off, or running code that keeps the interpreter's lock: if that may last so long, raise "
+    "fault_tolerance.ping_timeout_s)"
+)
 
 
 class Coordinator:
@@ -61,6 +66,7 @@ class Coordinator:
         tag_filter: Workers must have all of these tags.
         protection: Of all connections but those through UNIX sockets.
         gate: Where workers join that have no certificate yet.
+        hello_timeout_s: How long one that has connected may take to say who it is.
     """
 
     def __init__(
@@ -71,12 +77,14 @@ class Coordinator:
         tag_filter: Sequence[str] = (),
         protection: Protection = PLAIN,
         gate: JoinGate | None = None,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self.run_id = run_id
         self.liveness = liveness or Liveness()
         self.tag_filter = tuple(tag_filter)
         self.protection = protection
         self.gate = gate
+        self.hello_timeout_s = hello_timeout_s
         if gate is not None:
             gate.live = lambda: frozenset(member.node for member in self.live())
         self.members: dict[str, Member] = {}
@@ -127,7 +135,8 @@ class Coordinator:
             channel.close(timeout_s=0)
             if not self._closed.is_set():
                 self.refused.append(f"{channel.peer}: {error}")
-                self._complaints.warn("a connection from %s was not taken in: %s", channel.peer, error)
+                how = "" if self.protection.material is None else f"; a worker starts with: {self.how_to_start}"
+                self._complaints.warn("a connection from %s was not taken in: %s%s", channel.peer, error, how)
 
     def adopt(self, channel: Channel) -> Member:
         """Take in the worker at the other end of *channel*; if it is not taken in, the channel is closed.
@@ -148,11 +157,13 @@ class Coordinator:
             self.members[member.node] = member
             self._condition.notify_all()
         self._start(self._read, member)
-        logger.info("%s registered", member)
+        hello = member.hello
+        threads = hello.threads or "shared with other workers of its host"
+        logger.info("%s registered: %s, %d cores, threads: %s", member, hello.device, hello.cores, threads)
         return member
 
     def _introduced(self, control: Control) -> Member:
-        hello = control.receive(timeout_s=HELLO_TIMEOUT_S)
+        hello = control.receive(timeout_s=self.hello_timeout_s)
         if not isinstance(hello, Hello):
             raise ProtocolError(f"{control.peer} did not introduce itself as a worker")
         check_peer(control.channel, self.protection, hello.node)
@@ -216,6 +227,19 @@ class Coordinator:
         if member.lost is not None:
             raise loss_of(member)
 
+    def wait_until_heard(self, member: Member, *, timeout_s: float) -> None:
+        """Wait until *member*, which was dialled, says that it serves this coordinator: until then it may hang up.
+
+        Raises:
+            WorkerFailureError: It did, or did not say anything within *timeout_s*.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: member.doing or member.lost is not None, timeout_s)
+        if not member.doing and member.lost is None:
+            self._lose(member, DeadlineError(f"it did not say within {timeout_s:g} s that it serves this driver"))
+        if member.lost is not None:
+            raise loss_of(member)
+
     def _wait(self, count: int, timeout_s: float, found: Callable[[], list[Member]]) -> list[Member]:
         deadline = time.monotonic() + timeout_s
         next_word = time.monotonic() + _SAY_WHO_IS_MISSING_S
@@ -259,7 +283,9 @@ class Coordinator:
 
     def _hear(self, member: Member, message: Any) -> None:
         if isinstance(message, Heartbeat):
-            member.doing = message.doing
+            with self._condition:
+                member.doing = message.doing
+                self._condition.notify_all()
             return
         tensors: list[torch.Tensor] | None = []
         if isinstance(message, State):
@@ -296,7 +322,7 @@ class Coordinator:
                     member.control.excuse()
                 silent_s = member.control.silent_s()
                 if silent_s > self.liveness.limit_s:
-                    self._lose(member, PeerClosedError(f"no sign of life for {silent_s:.1f} s"))
+                    self._lose(member, PeerClosedError(f"no sign of life for {silent_s:.1f} s {_WHY_SILENT}"))
                     continue
                 try:
                     member.control.beat(Heartbeat())

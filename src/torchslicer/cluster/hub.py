@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from torchslicer.cluster.door import KNOWN, STRANGER, Complaints, Door
@@ -25,7 +26,9 @@ from torchslicer.transport.tcp import TcpListener, connect
 logger = logging.getLogger("torchslicer.cluster")
 
 HANDSHAKE_TIMEOUT_S = 5.0
-_MAX_ARRIVED = 256
+REACH_TIMEOUT_S = 15.0
+"""Longer than strangers get: a worker that does not answer is turned away for good, and its machine may be slow."""
+_MAX_ARRIVED = 128  # fewer than a gRPC server takes: where it is full, nobody could come to push the oldest out
 _CHECK_S = 0.2
 _POLL_S = 0.2
 PLAIN = Protection()
@@ -52,11 +55,13 @@ class Hub:
     """Listens on a network address, for nodes of the same host also on a UNIX socket, and for gRPC on another port.
 
     Args:
-        bind: ``HOST:PORT``; port 0 takes a free one. gRPC takes a free port of the same host.
+        bind: ``HOST:PORT``; port 0 takes a free one.
+        grpc_port: Port for gRPC on the same host; 0 takes a free one.
         advertise: Host that others are told; by default that of *bind*, or the one that leads *toward* others.
         toward: Address of the coordinator.
         protection: Of the network addresses; the UNIX socket is guarded by the file system.
         with_grpc: Also take gRPC streams, where grpcio is installed.
+        folder: Where the UNIX socket's folder is made; by default where temporary files go.
 
     Raises:
         SecurityError: The address can be reached from other machines and is not protected.
@@ -70,16 +75,22 @@ class Hub:
         toward: str | None = None,
         protection: Protection = PLAIN,
         with_grpc: bool = True,
+        folder: Path | None = None,
+        grpc_port: int = 0,
     ) -> None:
         for warning in protection.check_bind(bind, "worker").warnings:
             logger.warning("%s", warning)
         self.protection = protection
         options = ChannelOptions(limits=STRANGER)
-        tcp = TcpListener(bind, tls=protection.server, local=True, options=options)
+        tcp = TcpListener(bind, tls=protection.server, local=folder or True, options=options)
         self._listeners: list[Listener] = [tcp]
         addresses = [found.address for found in tcp.endpoints]
         if with_grpc and importlib.util.find_spec("grpc") is not None:
-            self._listeners.append(_grpc_listener(bind, protection, options))
+            try:
+                self._listeners.append(_grpc_listener(bind, grpc_port, protection, options))
+            except BaseException:
+                tcp.close()
+                raise
         self.endpoints = [_endpoint("tcp", address, advertise, toward) for address in addresses]
         self.endpoints += [_endpoint("grpc", found.address, advertise, toward) for found in self._listeners[1:]]
         self._arrived: list[_Arrival] = []
@@ -199,12 +210,12 @@ def check_peer(channel: Channel, protection: Protection, node: str) -> None:
         protection.check_peer(channel.peer_names, node)
 
 
-def _grpc_listener(bind: str, protection: Protection, options: ChannelOptions) -> Listener:
+def _grpc_listener(bind: str, port: int, protection: Protection, options: ChannelOptions) -> Listener:
     from torchslicer.transport.grpc import GrpcListener  # noqa: PLC0415 - needs grpcio
 
     host, _ = split_address(bind)
     protection.check_bind(bind, "worker", "grpc")
-    return GrpcListener(join_address(host, 0), credentials=protection.grpc_server, options=options)
+    return GrpcListener(join_address(host, port), credentials=protection.grpc_server, options=options)
 
 
 def _endpoint(kind: Any, address: str, advertise: str | None, toward: str | None) -> Endpoint:
@@ -306,7 +317,13 @@ def _is_here(address: str, host: str) -> bool:
 
 
 def check_reachable(
-    endpoints: Sequence[Endpoint], host: str, run_id: str, *, node: str, protection: Protection
+    endpoints: Sequence[Endpoint],
+    host: str,
+    run_id: str,
+    *,
+    node: str,
+    protection: Protection,
+    timeout_s: float = REACH_TIMEOUT_S,
 ) -> None:
     """Connect to a node's hub and say hello, to find out at once whether it can be reached over the network.
 
@@ -316,9 +333,9 @@ def check_reachable(
         TransportError: It cannot.
     """
     network = [entry for entry in endpoints if entry.transport != "unix"]
-    channel, _ = dial(network, host, node=node, transport="tcp", protection=protection, timeout_s=HANDSHAKE_TIMEOUT_S)
+    channel, _ = dial(network, host, node=node, transport="tcp", protection=protection, timeout_s=timeout_s)
     try:
         send_message(channel, Reach(run_id=run_id))
-        channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S)
+        channel.receive(timeout_s=timeout_s)
     finally:
         channel.close()

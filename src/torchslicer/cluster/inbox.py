@@ -29,6 +29,7 @@ class Inbox:
         self._condition = condition
         self._inbox: list[Said] = []
         self._arrivals = 0
+        self._stepped: dict[str, int] = {}
         self._generation = -1
         self._running: list[Member] = []
         self._on_trouble: Callable[[], None] | None = None
@@ -40,7 +41,9 @@ class Inbox:
         """Take a message in; whoever holds the lock may do that."""
         if getattr(message, "generation", None) == self._generation:
             self._arrivals += 1
-            if not isinstance(message, Stepped):  # a sign of progress, which nobody waits for
+            if isinstance(message, Stepped):
+                self._stepped[member.node] = message.step
+            else:
                 self._inbox.append((member, message, tensors))
 
     def trouble(self, member: Member) -> None:
@@ -58,6 +61,7 @@ class Inbox:
         with self._condition:
             self._generation, self._running, self._on_trouble = generation, list(members), on_trouble
             self._inbox.clear()
+            self._stepped.clear()
             for stage, member in enumerate(members):
                 member.busy, member.stage = generation, stage
 
@@ -94,6 +98,19 @@ class Inbox:
                     missing = [member for member in members if member.node not in found]
                     raise stall_of(self._running, missing, kind.__name__, timeout_s)
                 self._condition.wait(left)
+
+    def wait_stepped(self, member: Member, step: int, *, timeout_s: float) -> None:
+        """Wait until *member* is through with *step*, or anything else has been said, or it is known to be lost."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: (
+                    not self._stepped
+                    or self._stepped.get(member.node, -1) >= step
+                    or bool(self._inbox)
+                    or any(running.lost is not None for running in self._running)
+                ),
+                timeout_s,
+            )
 
     def _sort_inbox(
         self, kind: type[Message], wanted: set[str], found: dict[str, Any], where: Callable[[Any], bool]

@@ -66,6 +66,20 @@ class Member:
         return str(self) if self.stage is None else f"stage {self.stage} on {self}"
 
 
+def share_threads(members: Sequence[Member]) -> dict[str, int]:
+    """Return how many threads each of a run's *members* uses: as many as it was told to use, or a share of its host.
+
+    The workers of a host that were told nothing share the cores that the others leave, equally, and get one at least.
+    """
+    shares: dict[str, int] = {}
+    for host in {member.hello.host for member in members}:
+        here = [member.hello for member in members if member.hello.host == host]
+        sharing = [hello for hello in here if not hello.threads]
+        free = min(hello.cores for hello in here) - sum(hello.threads for hello in here)
+        shares |= {hello.node: hello.threads or max(free // len(sharing), 1) for hello in here}
+    return shares
+
+
 def loss_of(member: Member) -> WorkerFailureError:
     """Return the error of a run that lost a worker."""
     return WorkerFailureError(

@@ -62,6 +62,7 @@ class Hello(Message):
     tags: list[Text] = Field(default_factory=list, max_length=64)
     endpoints: list[Endpoint] = Field(max_length=8)
     trusted: list[Text] = Field(default_factory=list, max_length=256)
+    builders: list[Text] = Field(default_factory=list, max_length=256)
 
 
 class Welcome(Message):

@@ -10,6 +10,8 @@ import torch
 
 from torchslicer.cluster.session import Part
 from torchslicer.cluster.shipping.allow import Allowed
+from torchslicer.cluster.shipping.builder import Builder
+from torchslicer.cluster.shipping.built_stage import BuiltStages, decode_built_stage, is_built_stage
 from torchslicer.cluster.shipping.options import (
     Shipped,
     decode_criterion,
@@ -19,7 +21,7 @@ from torchslicer.cluster.shipping.options import (
     encode_optimizer,
     encode_scheduler,
 )
-from torchslicer.cluster.shipping.stage_codec import encode_stage
+from torchslicer.cluster.shipping.stage_codec import ShippedStage, StageGraph, encode_stage
 from torchslicer.cluster.shipping.stage_restore import decode_stage
 from torchslicer.errors import ProtocolError
 from torchslicer.graph.model import ModelGraph
@@ -44,28 +46,51 @@ class ModeCut:
 
 @dataclass(frozen=True)
 class ShippedPart:
-    """What is sent to a rank, and the packages that it must trust for it."""
+    """What is sent to a rank, the modules that it must trust for it, and the builders that it must allow."""
 
     description: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     required: tuple[str, ...]
+    builders: tuple[str, ...] = ()
+
+
+def built_stages(builder: Builder | None, training: ModeCut, evaluation: ModeCut) -> BuiltStages | None:
+    """Return what writes the stages of a model that workers are to build, None if its parts travel as data.
+
+    What `torch.export` has seen is plain data already, a list of torch's own operations, and is not traced anew.
+
+    Raises:
+        ShippingError: Workers could not find the pack function.
+    """
+    if builder is None or "export" in (training.graph.source, evaluation.graph.source):
+        return None
+    modes = [StageGraph(cut.graph, cut.stage_of, cut.routes) for cut in (training, evaluation)]
+    return BuiltStages(builder, (modes[0], modes[1]))
 
 
 def encode_part(
-    training: ModeCut, evaluation: ModeCut, stage: int, rank_of: Sequence[int], options: TrainingOptions
+    training: ModeCut,
+    evaluation: ModeCut,
+    stage: int,
+    rank_of: Sequence[int],
+    options: TrainingOptions,
+    *,
+    built: BuiltStages | None = None,
 ) -> ShippedPart:
     """Write the part of the rank that holds *stage*. Only the last stage gets the criterion.
+
+    Args:
+        training: The cut in training mode.
+        evaluation: The cut in evaluation mode.
+        stage: Number of the stage.
+        rank_of: Rank of each stage.
+        options: How to train.
+        built: From `built_stages`, if the worker is to build the model itself.
 
     Raises:
         ShippingError: Something cannot be carried to another process; the message names it and what to do.
     """
-    shipped = encode_stage(
-        training.graph,
-        stage,
-        training.stage_of,
-        training.routes,
-        evaluation=(evaluation.graph, evaluation.stage_of, evaluation.routes),
-    )
+    shipped = built.encode(stage) if built is not None else _as_data(training, evaluation, stage)
     pieces: dict[str, Shipped] = {
         "stage": (shipped.description, shipped.tensors, shipped.required),
         "optimizer": encode_optimizer(options.optimizer),
@@ -79,11 +104,21 @@ def encode_part(
     description["rank_of"] = list(rank_of)
     tensors = {f"{name}/{key}": tensor for name, piece in pieces.items() for key, tensor in piece[1].items()}
     required = tuple(dict.fromkeys(module for piece in pieces.values() for module in piece[2]))
-    return ShippedPart(description, tensors, required)
+    return ShippedPart(description, tensors, required, () if built is None else built.allowed)
+
+
+def _as_data(training: ModeCut, evaluation: ModeCut, stage: int) -> ShippedStage:
+    return encode_stage(
+        training.graph,
+        stage,
+        training.stage_of,
+        training.routes,
+        evaluation=(evaluation.graph, evaluation.stage_of, evaluation.routes),
+    )
 
 
 def decode_part(
-    description: Any, tensors: Mapping[str, torch.Tensor], *, device: torch.device, trusted: Sequence[str]
+    description: Any, tensors: Mapping[str, torch.Tensor], *, device: torch.device, allowed: Allowed
 ) -> Part:
     """Make what `encode_part` wrote, on *device*.
 
@@ -93,9 +128,9 @@ def decode_part(
     """
     if not isinstance(description, dict) or set(description) != _KEYS:
         raise ProtocolError("the description of a part is malformed")
-    allowed = Allowed(trusted)
     own = {name: _own(tensors, name) for name in _KEYS}
-    stage = decode_stage(description["stage"], own["stage"], allowed)
+    decode = decode_built_stage if is_built_stage(description["stage"]) else decode_stage
+    stage = decode(description["stage"], own["stage"], allowed)
     optimizer = decode_optimizer(description["optimizer"], own["optimizer"], allowed)
     scheduler = decode_scheduler(description["scheduler"], own["scheduler"], allowed, optimizer=optimizer)
     criterion = build_criterion("mse")

@@ -13,6 +13,7 @@ from torchslicer.cluster.coordinator import Coordinator, Member
 from torchslicer.cluster.hub import PLAIN, open_link, run_number
 from torchslicer.cluster.links import COORDINATOR, Links, RunKey
 from torchslicer.cluster.mailbox import Mailbox
+from torchslicer.cluster.members import share_threads
 from torchslicer.cluster.messages import (
     Abort,
     Assign,
@@ -44,6 +45,7 @@ from torchslicer.pipeline.stage import Work, inputs_of_stage
 from torchslicer.transport.frame import FrameKind
 
 _ABORT_TIMEOUT_S = 2.0
+_LONGEST_HOLD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class ClusterRun:
         self.members = list(members)
         self.settings = settings
         self.generation = generation
+        self.threads = share_threads(self.members)
         self.training = training
         self.evaluation = evaluation
         self._secret = secrets.token_hex(16)
@@ -118,9 +121,8 @@ class ClusterRun:
         """
         for member, part in zip(self.members, parts, strict=True):
             _check_trust(member, part)
-        threads = self._threads()
         for rank, (member, part) in enumerate(zip(self.members, parts, strict=True)):
-            self._send(member, self._assign(rank, part, threads[member.node]), list(part.tensors.values()))
+            self._send(member, self._assign(rank, part, self.threads[member.node]), list(part.tensors.values()))
         for rank, member in enumerate(self.members):
             try:
                 self._link(rank, member)
@@ -142,13 +144,6 @@ class ClusterRun:
         if self._mailbox.failure is not None:
             self.coordinator.inbox.raise_cause()
             self._mailbox.check()
-
-    def _threads(self) -> dict[str, int]:
-        """Share the cores of a host among its workers of this run, unless they were told how many to use."""
-        hosts: dict[str, int] = {}
-        for member in self.members:
-            hosts[member.hello.host] = hosts.get(member.hello.host, 0) + 1
-        return {m.node: m.hello.threads or max(m.hello.cores // hosts[m.hello.host], 1) for m in self.members}
 
     def _assign(self, rank: int, part: ShippedPart, threads: int) -> Assign:
         peers = [
@@ -236,6 +231,14 @@ class ClusterRun:
         """Let all workers run a step whose batches were sent under the given passes."""
         infos = [_batch_info(pass_index, works) for pass_index, works in batches]
         self._tell_all(Step(generation=self.generation, step=step, batches=infos))
+
+    def wait_begun(self, step: int) -> None:
+        """Wait until the last stage is through with the step before *step*; failures show up in `losses`.
+
+        Until then all cores of a machine that holds everything are busy with what the next step waits for. What the
+        driver does meanwhile (fetch and send the next batches) would delay it.
+        """
+        self.coordinator.inbox.wait_stepped(self.members[-1], step - 1, timeout_s=_LONGEST_HOLD_S)
 
     def losses(self, step: int, num_batches: int) -> list[torch.Tensor]:
         """Wait for the losses of a step and return them in the order of batches, micro-batches and stages."""

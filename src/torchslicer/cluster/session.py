@@ -30,6 +30,7 @@ from torchslicer.errors import ProtocolError, StageError
 from torchslicer.graph.model import ModelGraph
 from torchslicer.graph.modes import evaluation_mode
 from torchslicer.pipeline.boundary import Export
+from torchslicer.pipeline.interpreter import current_buffer
 from torchslicer.pipeline.options import TrainingOptions
 from torchslicer.pipeline.rank import Rank
 from torchslicer.pipeline.rng import preserved_rng
@@ -216,8 +217,8 @@ class RankSession:
         for unit in self.part.graph.units:
             for name in unit.buffers:
                 first.setdefault(name, self.part.stage_of[unit.index])
-        buffers = self.part.graph.buffers
-        tensors |= {name: buffers[name] for name, stage in first.items() if stage in self.part.held}
+        mine = [name for name, stage in first.items() if stage in self.part.held]
+        tensors |= {name: current_buffer(self.part.graph, name) for name in mine}
         cpu = [tensor.detach().cpu() for tensor in tensors.values()]
         self._tell(State(generation=self.generation, tensors=list(tensors)), cpu)
 

@@ -8,6 +8,7 @@ computing one is doing.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -23,6 +24,7 @@ import torch
 from torchslicer.cluster.assignment import Assignment, RunAbortedError, failure_message
 from torchslicer.cluster.control import Control
 from torchslicer.cluster.door import KNOWN, STRANGER
+from torchslicer.cluster.heap import keep_freed_memory, return_freed_memory
 from torchslicer.cluster.hub import PLAIN, Hub
 from torchslicer.cluster.messages import (
     PROTOCOL,
@@ -41,6 +43,7 @@ from torchslicer.cluster.messages import (
 from torchslicer.cluster.part import decode_part
 from torchslicer.cluster.security import Protection
 from torchslicer.cluster.session import RankSession
+from torchslicer.cluster.shipping.allow import Allowed
 from torchslicer.errors import (
     DeadlineError,
     PeerClosedError,
@@ -56,7 +59,7 @@ from torchslicer.version import __version__
 
 logger = logging.getLogger("torchslicer.worker")
 
-WELCOME_TIMEOUT_S = 30.0
+WELCOME_TIMEOUT_S = 60.0  # the coordinator dials back first, and waits for a namesake to be gone
 CPU = torch.device("cpu")
 
 
@@ -70,6 +73,7 @@ class WorkerSettings:
         threads: Threads of torch; 0 lets the coordinator share the host's cores among its workers.
         tags: What a coordinator may ask for.
         trusted: Packages whose classes and functions may be used, beside torch's and the library's own.
+        builders: Functions that may be called to build models.
     """
 
     node: str
@@ -77,6 +81,7 @@ class WorkerSettings:
     threads: int = 0
     tags: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
+    builders: tuple[str, ...] = ()
 
 
 @dataclass
@@ -125,6 +130,7 @@ class Worker:
         self._instance = secrets.token_hex(8)
         self._connection: Connection | None = None
         _import_what_optimizers_import()
+        keep_freed_memory()
 
     def serve(self, channel: Channel) -> None:
         """Introduce this worker on *channel* and do what comes, until the connection ends or a shutdown is asked for.
@@ -211,12 +217,14 @@ class Worker:
             tags=list(self.settings.tags),
             endpoints=list(self.hub.endpoints),
             trusted=list(self.settings.trusted),
+            builders=list(self.settings.builders),
         )
 
     # -- threads that read and beat --------------------------------------------------------------------------
 
     def _read(self, connection: Connection) -> None:
         try:
+            connection.control.beat(Heartbeat(doing="is idle"))  # a driver waits for it
             while not connection.ended.is_set():
                 try:
                     message = connection.control.receive(timeout_s=1.0)
@@ -257,8 +265,7 @@ class Worker:
     def _beat(self, connection: Connection) -> None:
         with contextlib.suppress(TransportError):  # the reading thread notices, too
             while not connection.ended.wait(connection.welcome.heartbeat_interval_s):
-                assignment = connection.assignment
-                doing = "is idle" if assignment is None else assignment.doing
+                doing = "is idle" if (assignment := connection.assignment) is None else assignment.doing
                 connection.control.beat(Heartbeat(doing=doing[:1000]))
 
     # -- the thread that computes ----------------------------------------------------------------------------
@@ -273,9 +280,11 @@ class Worker:
                         self.stopping.set()
                     return
                 if isinstance(message, (Release, Abort)):
-                    run.close()
-                    connection.assignment = None  # the next comes only once this one is known to be released
+                    if assignment is None or assignment.generation == message.generation:  # else of an older run
+                        run.close()
+                        connection.assignment = None  # the next comes only once this one is known to be released
                     connection.control.send(Released(generation=message.generation))
+                    gc.collect()  # weights that hang in a cycle are not to stay until the next run needs the memory
                 else:
                     self._obey(connection, run, message, tensors, assignment)
         except TransportError as error:
@@ -334,7 +343,8 @@ class Worker:
         message = assignment.message
         torch.set_num_threads(max(message.threads, 1))
         named = dict(zip(message.tensors, tensors, strict=True))
-        part = decode_part(message.description, named, device=self.settings.device, trusted=self.settings.trusted)
+        allowed = Allowed(self.settings.trusted, allow_builders=self.settings.builders)
+        part = decode_part(message.description, named, device=self.settings.device, allowed=allowed)
         assignment.link()
         run.session = RankSession(part, assignment.links, tell=connection.control.send, ask=assignment.ask_scale)
         connection.control.send(Ready(generation=assignment.generation, threads=torch.get_num_threads()))
@@ -360,10 +370,10 @@ class _Run:
         """Forget it."""
         session, assignment = self.session, self.assignment
         self.session = self.assignment = None
-        if session is not None:
-            session.close()
-        if assignment is not None:
-            assignment.close()
+        for part in (session, assignment):
+            if part is not None:
+                part.close()
+        return_freed_memory()
 
 
 def _import_what_optimizers_import() -> None:

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
 from typing_extensions import NotRequired, TypedDict
 
+from torchslicer.cluster.ports import port_pairs
 from torchslicer.config.problems import invalid
+from torchslicer.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
@@ -56,6 +58,17 @@ def _check_address(value: str) -> str:
 
 def _check_worker_address(value: str) -> str:
     return value if re.fullmatch(r"[^\s:/\[\]]+", value) else _check_address(value)
+
+
+def _check_data_port(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise invalid("expected a port or a range 'FIRST-LAST'")
+    try:
+        port_pairs(value)
+    except ConfigError as error:
+        raise invalid(str(error), show_value=False) from None
+    text = str(value).strip()
+    return int(text) if text.isdigit() else text
 
 
 def _check_run_id(value: str) -> str:
@@ -186,6 +199,7 @@ Count = Annotated[int, Field(ge=1), BeforeValidator(_not_bool)]
 CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_not_bool)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_not_bool)]
 Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(_not_bool)]
+DataPort = Annotated[int | str, BeforeValidator(_check_data_port)]
 PortOffset = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_not_bool)]
 Verbosity = Annotated[int, Field(ge=0, le=3), BeforeValidator(_not_bool)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_not_bool)]

@@ -1,7 +1,8 @@
 """The sources of settings, and how one of them goes before another.
 
 Python keyword arguments > YAML > environment > defaults, key by key. The value of a key is replaced as a whole: an
-optimizer given in YAML does not inherit parameters of one given in the environment.
+optimizer given in YAML does not inherit parameters of one given in the environment. Only ``network.tls`` is a section
+of its own: its keys are merged one by one.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ LEGACY_ENVIRONMENT: Mapping[str, str] = {
 _FLAT_SECTIONS = ("training", "pipeline", "network")
 _FLAT_EXTRA = {"n_workers": ("discovery", "n_workers"), "transport": ("transport", "tensor"), "run_id": ("run_id",)}
 _JSON_KEYS = frozenset({"optimizer", "criterion", "scheduler", "tls"})
-_LIST_KEYS = frozenset({"peers", "tag_filter", "worker_tags", "cuts", "devices"})
+_LIST_KEYS = frozenset({"peers", "tag_filter", "worker_tags", "cuts", "devices", "names"})
+_SUBSECTIONS = frozenset({("network", "tls")})
 
 Path = tuple[str, ...]
 
@@ -80,22 +82,33 @@ class Layers:
     def put(self, path: Path, value: Any, origin: Where) -> None:
         """Set the value of one key, whatever an earlier layer said."""
         path = (*path[:-1], ALIASES.get(path[-1], path[-1])) if len(path) == 2 else path
+        if path in _SUBSECTIONS:
+            value = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            if isinstance(value, Mapping):
+                for key, item in value.items():
+                    self.put((*path, str(key)), item, origin)
+                return
+        for deeper in [known for known in self.values if known[: len(path)] == path]:
+            del self.values[deeper]
         self.values[path], self.origins[path] = value, origin
 
     def nested(self) -> dict[str, Any]:
         """Return the settings as sections of keys."""
         data: dict[str, Any] = {}
         for path, value in self.values.items():
-            if len(path) == 1:
-                data[path[0]] = value
-            else:
-                data.setdefault(path[0], {})[path[1]] = value
+            place = data
+            for name in path[:-1]:
+                if not isinstance(place.get(name), dict):
+                    place[name] = {}
+                place = place[name]
+            place[path[-1]] = value
         return data
 
     def where(self, loc: Loc) -> str:
         """Say where the setting at *loc* was given."""
-        names = tuple(str(part) for part in loc[:2])
-        origin = self.origins.get(names) or self.origins.get(names[:1])
+        names = tuple(str(part) for part in loc[:3])
+        found = (self.origins.get(names[:length]) for length in range(len(names), 0, -1))
+        origin = next((one for one in found if one is not None), None)
         return origin(loc) if origin else ""
 
 
@@ -121,7 +134,11 @@ def paths(model: type[BaseModel]) -> Iterable[Path]:
     """List the paths of all settings, other spellings included."""
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from ((name, key) for key in key_names(info.annotation))
+            for key in key_names(info.annotation):
+                yield (name, key)
+                if (name, key) in _SUBSECTIONS:
+                    below = info.annotation.model_fields[key].annotation
+                    yield from ((name, key, deeper) for deeper in key_names(below))  # type: ignore[arg-type]
         else:
             yield (name,)
 
@@ -148,15 +165,12 @@ def _from_text(text: str, path: Path, model: type[BaseModel], place: str) -> Any
 
 
 def _nullable(path: Path, model: type[BaseModel]) -> bool:
-    if len(path) == 1:
-        return False
-    section = model.model_fields[path[0]].annotation
-    key = ALIASES.get(path[1], path[1])
-    return (
-        isinstance(section, type)
-        and issubclass(section, BaseModel)
-        and type(None) in get_args(section.model_fields[key].annotation)
-    )
+    annotation: Any = model
+    for name in path:
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return False
+        annotation = annotation.model_fields[ALIASES.get(name, name)].annotation
+    return len(path) > 1 and type(None) in get_args(annotation)
 
 
 def add_yaml(layers: Layers, model: type[BaseModel], document: Document) -> None:
@@ -228,9 +242,9 @@ def keyword_names(model: type[BaseModel]) -> dict[str, Path]:
     """Map the keyword arguments that stand for one key to its path."""
     names: dict[str, Path] = {}
     for path in paths(model):
-        if len(path) == 2:
+        if len(path) > 1:
             names["__".join(path)] = path
-            if path[0] in _FLAT_SECTIONS:
+            if len(path) == 2 and path[0] in _FLAT_SECTIONS:
                 names[path[1]] = path
     return {**names, **_FLAT_EXTRA}
 

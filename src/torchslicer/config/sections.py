@@ -238,6 +238,7 @@ class NetworkSection(Checked):
     coordinator_bind_address: fields.Address = "0.0.0.0:50054"
     worker_port: fields.Port = 50051
     worker_address: fields.WorkerAddress | None = None
+    data_port: fields.DataPort | None = None
     worker_tags: fields.Names = Field(default_factory=list)
     keep_alive: bool = True
     tls: TlsSection = Field(default_factory=TlsSection)

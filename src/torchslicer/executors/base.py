@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from torch import Tensor
+
+from torchslicer.cluster.shipping.builder import Builder
 from torchslicer.graph.modes import ModeGraphs
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
@@ -14,12 +17,16 @@ from torchslicer.pipeline.options import TrainingOptions
 
 @dataclass(frozen=True)
 class Cut:
-    """A model and where it is cut: the graphs, and for each unit of each the stage that it belongs to."""
+    """A model and where it is cut: the graphs, and for each unit of each the stage that it belongs to.
+
+    ``builder`` is what made the model, where the user has given its name instead of a model.
+    """
 
     graphs: ModeGraphs
     stage_of: tuple[int, ...]
     evaluation_stage_of: tuple[int, ...]
     devices: tuple[str, ...]
+    builder: Builder | None = None
 
     @property
     def num_stages(self) -> int:
@@ -45,6 +52,10 @@ class ForwardResult:
     loss: float | None = None
 
 
+Upcoming: TypeAlias = "Callable[[], Sequence[Batch] | None]"
+"""Returns the batches of the next step of the epoch, None after the last; called at most once a step."""
+
+
 class Executor(Protocol):
     """Runs a cut model. Calls come in this order: ``setup``, then steps and epochs, then ``teardown``.
 
@@ -58,7 +69,7 @@ class Executor(Protocol):
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
         """Get ready to train."""
 
-    def train_step(self, batches: Sequence[Batch], step: int, upcoming: Sequence[Batch] | None = None) -> StepResult:
+    def train_step(self, batches: Sequence[Batch], step: int, upcoming: Upcoming | None = None) -> StepResult:
         """Run one optimizer step on *batches* (several when gradients are accumulated)."""
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
@@ -66,6 +77,9 @@ class Executor(Protocol):
 
     def teardown(self, *, failed: bool = False) -> None:
         """Release everything; unless the run *failed*, the model holds the trained weights."""
+
+    def current_state(self, cut: Cut) -> Mapping[str, Tensor] | None:
+        """Return parameters and buffers that are elsewhere while a run of *cut* lasts; None if the model has them."""
 
     def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
         """Run a batch in evaluation mode without changing any state."""

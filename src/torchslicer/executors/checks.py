@@ -1,18 +1,23 @@
-"""What a cut must fulfil to be run by several processes, beyond what one process asks of it."""
+"""What a cut must fulfil to be run by several processes, or with micro-batches, beyond what the graph asks of it."""
 
 from __future__ import annotations
 
-from torchslicer.errors import SliceError
+from collections.abc import Sequence
+
+from torchslicer.cluster.members import Member
+from torchslicer.cluster.part import ShippedPart
+from torchslicer.cluster.shipping.allow import Allowed
+from torchslicer.errors import ShippingError, SliceError
 from torchslicer.executors.base import Cut
 from torchslicer.pipeline.batchnorm import training_batch_norms
 from torchslicer.pipeline.stage import inputs_of_stage
 
 
 def check_statistics(cut: Cut) -> None:
-    """Check that no BatchNorm is called in two stages: each process would keep running statistics of its own.
+    """Check that no buffer that training changes is used in two stages: each process would keep one of its own.
 
     Raises:
-        SliceError: One is.
+        SliceError: One is; for BatchNorm the message says so.
     """
     graph = cut.graphs.training
     stages: dict[str, set[int]] = {}
@@ -27,6 +32,40 @@ def check_statistics(cut: Cut) -> None:
                 f"BatchNorm '{path}' is called in stages {where}, so each worker would keep running statistics of its "
                 f"own; choose cuts= that leave all its calls in one stage, give each call a BatchNorm of its own, or "
                 "train with the local executor"
+            )
+    check_changing_buffers(cut, "each worker would keep a buffer of its own")
+
+
+def check_changing_buffers(cut: Cut, consequence: str) -> None:
+    """Check that no buffer that a forward pass changes is used in two stages.
+
+    Raises:
+        SliceError: One is.
+    """
+    for name, units in cut.graphs.training.changing.items():
+        stages = sorted({cut.stage_of[unit] for unit in units})
+        if len(stages) > 1:
+            raise SliceError(
+                f"buffer '{name}' changes in the forward pass and is used in stages {' and '.join(map(str, stages))}: "
+                f"{consequence}; choose cuts= that leave all its uses in one stage, give each use a buffer of its own, "
+                "or train with the local executor and without micro-batches"
+            )
+
+
+def check_builders(members: Sequence[Member], parts: Sequence[ShippedPart]) -> None:
+    """Check that each worker allows the builder that its part of the model is made by.
+
+    Raises:
+        ShippingError: One does not.
+    """
+    for member, part in zip(members, parts, strict=True):
+        allowed = Allowed(allow_builders=member.hello.builders)
+        missing = [name for name in part.builders if not allowed.allows_builder(name)]
+        if missing:
+            raise ShippingError(
+                f"{member} does not allow {missing}, which would make its part of the model; start it with "
+                + " ".join(f"--allow-builder {name}" for name in missing)
+                + ", from a place where it can import that; or pass the model itself to slice"
             )
 
 

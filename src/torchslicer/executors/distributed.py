@@ -16,16 +16,26 @@ from typing_extensions import Self
 
 from torchslicer.cluster.coordinator import Coordinator, Liveness, Member
 from torchslicer.cluster.door import STRANGER
-from torchslicer.cluster.part import ModeCut, ShippedPart, encode_part
+from torchslicer.cluster.part import ModeCut, ShippedPart, built_stages, encode_part
 from torchslicer.cluster.run import ClusterRun, RunSettings
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, TransportError, WorkerFailureError
-from torchslicer.executors.base import Cut, ForwardResult, StepResult
-from torchslicer.executors.checks import check_inputs_stay, check_statistics
+from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
+from torchslicer.executors.checks import check_builders, check_inputs_stay, check_statistics
+from torchslicer.executors.described import choose_address, choose_discovery, discovery_timeout_s
 from torchslicer.executors.hosted import HostedStage
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
-from torchslicer.executors.protect import Tls, given_protection, how_to_start, protect_coordinator, worker_options
+from torchslicer.executors.protect import (
+    Tls,
+    check_plain,
+    check_trust,
+    given_protection,
+    how_to_start,
+    protect_coordinator,
+    worker_options,
+)
+from torchslicer.executors.released import fill, release
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
 from torchslicer.pipeline.optimizers import clip_coefficient, global_norm
@@ -54,8 +64,10 @@ class DistributedExecutor:
 
     Args:
         discovery: `CoordinatorDiscovery` (workers register here) or `StaticDiscovery` (a list of workers that listen).
-        coordinator_addr: Where to listen for workers, ``HOST:PORT``; port 0 takes a free one.
-        run_config: Time-outs and transport; by default those of `RunConfig`.
+            By default what the section ``discovery`` of *run_config* describes, else the former.
+        coordinator_addr: Where to listen for workers, ``HOST:PORT``; port 0 takes a free one. By default
+            ``network.coordinator_bind_address`` of *run_config*, and without that a free port of loopback.
+        run_config: What is not given here, time-outs and transport; by default those of `RunConfig`.
         transport: ``"grpc"`` or ``"tcp"`` for tensors between hosts; on one host UNIX sockets are used either way.
         same_host: Use UNIX sockets between processes of one host; False lets tensors take *transport* there, too.
         host_stage: 0 lets a process of this machine, started and stopped by the executor, hold stage 0, so that the
@@ -65,6 +77,9 @@ class DistributedExecutor:
             those of ``run_config.network.tls``. A coordinator that listens beyond loopback and has none makes its own;
             ``join_command`` then is the line that starts a worker.
         insecure: Allow plain text beyond loopback; takes effect only with ``TS_INSECURE=1`` in the environment.
+        free_local_weights: Free the memory of the model's parameters here once the workers have them; they come back at
+            the end of training, and `SlicedModel.state_dict` fetches them meanwhile. When training fails they are lost:
+            whatever needs them then raises, until `SlicedModel.load_state_dict` has filled them in.
         stall_timeout_s: How long nothing at all may come from the workers of a run before it is given up. Workers that
             die or go silent are noticed much sooner; this is for a stage that computes and never returns.
 
@@ -87,7 +102,7 @@ class DistributedExecutor:
     def __init__(
         self,
         discovery: CoordinatorDiscovery | StaticDiscovery | None = None,
-        coordinator_addr: str = "127.0.0.1:0",
+        coordinator_addr: str | None = None,
         run_config: RunConfig | None = None,
         *,
         transport: str | None = None,
@@ -96,10 +111,12 @@ class DistributedExecutor:
         host_threads: int | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
+        free_local_weights: bool = False,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        self.discovery = discovery or CoordinatorDiscovery()
         self.config = run_config or RunConfig()
+        self.discovery = choose_discovery(discovery, self.config)
+        coordinator_addr = choose_address(coordinator_addr, run_config)
         self.transport = transport or self.config.transport.tensor
         if self.transport not in ("grpc", "tcp"):
             raise ConfigError(f"transport: expected 'grpc' or 'tcp', got {self.transport!r}")
@@ -109,6 +126,7 @@ class DistributedExecutor:
                 f"others; got {host_stage!r} with {type(self.discovery).__name__}"
             )
         self.same_host = same_host
+        self.free_local_weights = free_local_weights
         self.workers: Sequence[str] | None = None
         self.stall_timeout_s = stall_timeout_s
         self.run_id = self.discovery.run_id or self.config.run_id
@@ -121,6 +139,7 @@ class DistributedExecutor:
             self.run_id,
             liveness=Liveness(tolerance.heartbeat_interval_s, tolerance.ping_timeout_s),
             tag_filter=getattr(self.discovery, "tag_filter", ()) or self.config.discovery.tag_filter,
+            hello_timeout_s=self.config.discovery.registration_rpc_timeout_s,
             protection=self.protection.without_joining(),
             gate=gate,
         )
@@ -165,8 +184,10 @@ class DistributedExecutor:
         training = _mode_cut(cut.graphs.training, cut.stage_of)
         evaluation = _mode_cut(cut.graphs.evaluation, cut.evaluation_stage_of)
         ranks = range(cut.num_stages)
-        parts = [encode_part(training, evaluation, stage, ranks, options) for stage in ranks]
+        built = built_stages(cut.builder, training, evaluation)
+        parts = [encode_part(training, evaluation, stage, ranks, options, built=built) for stage in ranks]
         members = self._members(parts)
+        check_builders(members, parts)
         self._generation += 1
         settings = RunSettings(
             self.run_id, self.transport, same_host=self.same_host, protection=self.coordinator.protection,
@@ -178,8 +199,12 @@ class DistributedExecutor:
         self._run, self._cut, self._options, self._sent = run, cut, options, None
         self._rate = _Rate(options)
         run.start(parts)
-        how = ", ".join(f"{member.node}: stage {rank}" for rank, member in enumerate(members))
+        how = ", ".join(
+            f"{member.node}: stage {rank} ({run.threads[member.node]} threads)" for rank, member in enumerate(members)
+        )
         logger.info("run %s: %s; data by %s", self.run_id, how, sorted(set(run.routes_taken.values())))
+        if self.free_local_weights:
+            release(cut.graphs.training)
 
     def _members(self, parts: Sequence[ShippedPart]) -> list[Member]:
         count, timeout_s = len(parts), self._discovery_timeout_s()
@@ -190,14 +215,14 @@ class DistributedExecutor:
             for member in members:
                 self.coordinator.wait_until_free(member, timeout_s=timeout_s)
             return members
-        hosted = [] if self._host is None else [self._host.member(parts[0].required)]
+        hosted = [] if self._host is None else [self._host.member(parts[0])]
         members = [*hosted, *self._dialled(count - len(hosted))]
         for member in members:
             self.coordinator.wait_until_free(member, timeout_s=timeout_s)
         return members
 
     def _discovery_timeout_s(self) -> float:
-        return min(self.discovery.timeout_s, self.config.discovery.timeout)
+        return discovery_timeout_s(self.discovery, self.config)
 
     def _dialled(self, count: int) -> list[Member]:
         """Connect to the listed workers, in the order of the list."""
@@ -218,15 +243,18 @@ class DistributedExecutor:
         while True:
             try:
                 member = self.coordinator.adopt(connect(address, timeout_s=5.0, tls=self.protection.client))
-            except TransportError as error:
+                self.coordinator.wait_until_heard(member, timeout_s=max(deadline - time.monotonic(), _RETRY_S))
+            except (TransportError, WorkerFailureError) as error:
+                check_trust(error, f"the peer at {address} and this driver", self.protection)
                 if time.monotonic() > deadline:
+                    check_plain(address, self.protection)
                     raise WorkerFailureError(f"no worker listens at {address}: {error}") from error
                 time.sleep(_RETRY_S)
             else:
                 member.dialled = address
                 return member
 
-    def train_step(self, batches: Sequence[Batch], step: int, upcoming: Sequence[Batch] | None = None) -> StepResult:
+    def train_step(self, batches: Sequence[Batch], step: int, upcoming: Upcoming | None = None) -> StepResult:
         """Run one optimizer step; the inputs of the *upcoming* one are sent while it runs.
 
         Raises:
@@ -237,7 +265,11 @@ class DistributedExecutor:
         run, options = self._running()
         sent = self._send(batches, step)
         run.start_step(step, sent.batches)
-        self._sent = None if upcoming is None else self._send(upcoming, step + 1)
+        self._sent = None
+        if upcoming is not None:
+            run.wait_begun(step)
+            following = upcoming()
+            self._sent = None if following is None else self._send(following, step + 1)
         losses = run.losses(step, len(sent.batches))
         total = total_loss(losses)
         check_finite(total, step)
@@ -273,11 +305,16 @@ class DistributedExecutor:
             run.abort("the run failed")
             return
         try:
-            _load(self._cut, run.gather())
+            if self._cut is not None:
+                fill(self._cut.graphs.training, run.gather())
             run.release()
         except BaseException:  # Ctrl-C too: the workers must be free for another run
             run.abort("the run could not be ended")
             raise
+
+    def current_state(self, cut: Cut) -> Mapping[str, torch.Tensor] | None:
+        """Fetch parameters and buffers from the workers while a run of *cut* lasts, between two of its steps."""
+        return self._run.gather() if self._run is not None and self._cut is cut else None
 
     def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
         """Run a batch in evaluation mode: on the workers while a run lasts, else here."""
@@ -343,14 +380,3 @@ class _Rate:
 
 def _mode_cut(graph: object, stage_of: tuple[int, ...]) -> ModeCut:
     return ModeCut(graph, stage_of, find_routes(graph, stage_of))  # type: ignore[arg-type]
-
-
-def _load(cut: Cut | None, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy what the workers sent into the model."""
-    if cut is None:
-        return
-    graph = cut.graphs.training
-    with torch.no_grad():
-        for name, tensor in state.items():
-            owner = graph.parameters[name] if name in graph.parameters else graph.buffers[name]
-            owner.data.copy_(tensor)

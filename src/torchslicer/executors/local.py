@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torchslicer.executors.base import Cut, ForwardResult, StepResult
+from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
+from torchslicer.executors.checks import check_changing_buffers
 from torchslicer.graph.modes import evaluation_mode
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
@@ -48,14 +49,20 @@ class LocalExecutor:
         return self._running().rank.runtime.stages
 
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
-        """Place the stages on their devices and make their optimizers."""
+        """Place the stages on their devices and make their optimizers.
+
+        Raises:
+            SliceError: Micro-batches would change the model's buffers in another order than without the cut.
+        """
+        if options.num_microbatches > 1:
+            check_changing_buffers(cut, "the order in which micro-batches change it would depend on the cut")
         self._run = _LocalRun(cut, options)
 
     def train_step(
         self,
         batches: Sequence[Batch],
         step: int,
-        upcoming: Sequence[Batch] | None = None,  # noqa: ARG002 - nothing is to be sent ahead
+        upcoming: Upcoming | None = None,  # noqa: ARG002 - nothing is to be sent ahead
     ) -> StepResult:
         """Run one optimizer step.
 
@@ -78,6 +85,10 @@ class LocalExecutor:
         if self._run is not None:
             self._run.rank.close()
         self._run = None
+
+    def current_state(self, cut: Cut) -> Mapping[str, torch.Tensor] | None:  # noqa: ARG002 - as the protocol has it
+        """Return None: the model itself is trained."""
+        return None
 
     def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
         """Run a batch in evaluation mode; no state, flag or random number of the caller changes."""

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from typing_extensions import Self
 
+from torchslicer.config.environment import is_setting
 from torchslicer.errors import WorkerFailureError
 
+_FAREWELL = "stop\n"
+"""Said before standard input is closed, so that workers know that this process was not killed."""
 _STOP_TIMEOUT_S = 10.0
 _KEPT_LINES = 50
 _SHOWN_LINES = 5
@@ -33,8 +36,11 @@ class LocalWorkers:
         names: Names of the workers; as many are started.
         threads: Threads of torch in each; by default the cores are shared.
         trust: Packages that models may use.
+        allow_builder: Functions that may be called to build models.
         device: Where they compute.
         options: Further options of ``torchslicer worker``.
+        folder: A folder of this process for their sockets. Whoever made it removes it after them; when this process
+            is killed, they do.
     """
 
     def __init__(
@@ -44,15 +50,20 @@ class LocalWorkers:
         *,
         threads: int | None = None,
         trust: Sequence[str] = (),
+        allow_builder: Sequence[str] = (),
         device: str = "cpu",
         options: Sequence[str] = (),
+        folder: Path | None = None,
     ) -> None:
         self.names = tuple(names)
         self.trust = tuple(trust)
+        self.allow_builder = tuple(allow_builder)
         options = ["--coordinator", address, "--device", device, *options]
         options += ["--log-level", "WARNING", "--exit-with-stdin", "--once"]
         options += ["--threads", str(threads)] if threads else []
+        options += ["--owned-folder", str(folder)] if folder is not None else []
         options += [part for package in trust for part in ("--trust", package)]
+        options += [part for builder in allow_builder for part in ("--allow-builder", builder)]
         self._processes: list[subprocess.Popen[str]] = []
         self._said: dict[str, deque[str]] = {name: deque(maxlen=_KEPT_LINES) for name in self.names}
         self._threads: list[threading.Thread] = []
@@ -121,7 +132,8 @@ class LocalWorkers:
         """End the workers: politely, then firmly."""
         for process in self._processes:
             with contextlib.suppress(OSError):
-                if process.stdin is not None:
+                if process.stdin is not None and not process.stdin.closed:
+                    process.stdin.write(_FAREWELL)
                     process.stdin.close()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process in self._processes:
@@ -144,8 +156,10 @@ class LocalWorkers:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, with its import path: what can be imported here can be imported there."""
+    """Return this process's environment, with its import path: what can be imported here can be imported there.
+
+    Settings of this process are left out: the workers are told by options what concerns them.
+    """
     folders = [str(Path(entry or ".").resolve()) for entry in sys.path if Path(entry or ".").is_dir()]
-    inherited = dict(os.environ)  # noqa: TID251 - handed on as it is, not read
-    inherited.pop("TORCHSLICER_JOIN", None)  # of another coordinator
+    inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}  # noqa: TID251 - handed on
     return {**inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}

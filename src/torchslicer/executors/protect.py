@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchslicer.cluster.security import Action, Protection, advertised_address, protection_from_files
+from torchslicer.cluster.security.tls import speaks_tls
 from torchslicer.config import RunConfig
 from torchslicer.config.environment import insecure_opt_in
 from torchslicer.config.sections import TlsSection
+from torchslicer.errors import SecurityError
+from torchslicer.transport.address import split_address
 
 if TYPE_CHECKING:
     from torchslicer.cluster.security import JoinGate  # needs cryptography, an extra
@@ -89,6 +93,31 @@ def worker_options(config: RunConfig, *, tls: Tls | None, protection: Protection
     options = [] if files is None else ["--tls-ca", files[0], "--tls-cert", files[1], "--tls-key", files[2]]
     options += [part for name in section.names for part in ("--tls-name", name)]
     return [*options, "--insecure"] if protection.insecure_argument else options
+
+
+def check_trust(error: BaseException, who: str, protection: Protection, *, hint: str = "") -> None:
+    """Give up where waiting cannot help: one side does not accept the other's certificate.
+
+    Raises:
+        SecurityError: So it is.
+    """
+    cause = error.__cause__
+    alert = isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "")
+    if protection.material is not None and (isinstance(cause, ssl.SSLCertVerificationError) or alert):
+        raise SecurityError(f"{who} do not accept each other's certificates: {error}{hint}") from error
+
+
+def check_plain(address: str, protection: Protection) -> None:
+    """Tell why a peer does not answer, if that is because only it uses TLS.
+
+    Raises:
+        SecurityError: So it is.
+    """
+    if protection.material is None and not address.startswith("unix:") and speaks_tls(*split_address(address)):
+        raise SecurityError(
+            f"the peer at {address} takes only TLS connections, and this driver has no certificate; give it one of the "
+            "same authority: tls={'ca': ..., 'cert': ..., 'key': ...}, or network.tls in the configuration"
+        )
 
 
 def _section(config: RunConfig, tls: Tls | None) -> TlsSection:

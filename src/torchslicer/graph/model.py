@@ -118,6 +118,7 @@ class ModelGraph:
         output: The structure that the model returns, with `Ref` leaves.
         forbidden: ``{unit: reason}``: no cut may fall just before that unit.
         mutated: Nodes whose tensors are changed in place after they were made.
+        changing: Buffers that a forward pass changes (seen on a batch): name to all units that use them.
         attempts: What each way in that failed said.
     """
 
@@ -133,6 +134,7 @@ class ModelGraph:
     output: Any
     forbidden: dict[int, str] = field(default_factory=dict)
     mutated: frozenset[int] = frozenset()
+    changing: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attempts: tuple[str, ...] = ()
 
     @cached_property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 
@@ -31,6 +31,23 @@ class _Import(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
         ctx.received[0] = gradients[0]
         return None, None, None
+
+
+Root = tuple[GradientEdge, torch.Tensor]
+"""Where a backward pass starts, and with what gradient."""
+
+_LEAF = pytree.tree_flatten(torch.empty(0))[1]
+"""The structure of a value that is one tensor, as most are."""
+
+
+def run_backward(roots: Sequence[Root]) -> None:
+    """Run the backward pass from *roots*.
+
+    What `torch.autograd.backward` ends in: the engine checks the gradients itself, and what comes before takes as long
+    as the forward pass of a small layer.
+    """
+    edges, gradients = zip(*roots, strict=True)
+    _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @functools.cache
@@ -63,37 +80,39 @@ Gradients = tuple["torch.Tensor | None", ...]
 
 
 class Import:
-    """The consumer's side of one value in one micro-batch."""
+    """The consumer's side of one value in one micro-batch.
 
-    def __init__(self, packet: Packet, device: torch.device) -> None:
+    Args:
+        packet: The value.
+        device: Where it is needed.
+        awaits: Whether later stages send gradients of it too (`roots`); without that, its edges need not be kept.
+    """
+
+    def __init__(self, packet: Packet, device: torch.device, *, awaits: bool = True) -> None:
         self._received: list[list[torch.Tensor | None]] = []
         self._edges: list[GradientEdge | None] = []
-        self.value = pytree.tree_unflatten(
-            [
-                self._enter(leaf, wanted, device)
-                for leaf, wanted in zip(packet.leaves, packet.wants_gradient, strict=True)
-            ],
-            packet.spec,
-        )
+        leaves = [
+            self._enter(leaf, wanted, device, awaits=awaits)
+            for leaf, wanted in zip(packet.leaves, packet.wants_gradient, strict=True)
+        ]
+        self.value = leaves[0] if packet.spec is _LEAF else pytree.tree_unflatten(leaves, packet.spec)
 
-    def _enter(self, leaf: Any, wants_gradient: bool, device: torch.device) -> Any:
+    def _enter(self, leaf: Any, wants_gradient: bool, device: torch.device, *, awaits: bool) -> Any:
         received: list[torch.Tensor | None] = [None]
         self._received.append(received)
-        self._edges.append(None)
         if not isinstance(leaf, torch.Tensor):
+            self._edges.append(None)
             return leaf
         tensor = leaf if leaf.device == device else leaf.detach().to(device)
-        if not wants_gradient:
-            return tensor.detach()
-        inside = _Import.apply(_phony(device), tensor, received)  # type: ignore[no-untyped-call]
-        self._edges[-1] = get_gradient_edge(inside)
+        inside = _Import.apply(_phony(device), tensor, received) if wants_gradient else tensor.detach()  # type: ignore[no-untyped-call]
+        self._edges.append(get_gradient_edge(inside) if wants_gradient and awaits else None)
         return inside
 
     def forget_value(self) -> None:
         """Let go of the tensors; autograd keeps those it needs."""
         self.value = None
 
-    def roots(self, later: Gradients) -> list[tuple[GradientEdge, torch.Tensor]]:
+    def roots(self, later: Gradients) -> list[Root]:
         """Return the roots that put what later consumers sent before what this stage adds."""
         return _pair(self._edges, later)
 
@@ -106,7 +125,7 @@ class Export:
     """The producer's side of one value in one micro-batch. Holds no tensor, only its gradient edges."""
 
     def __init__(self, value: Any) -> None:
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = ([value], _LEAF) if type(value) is torch.Tensor else pytree.tree_flatten(value)
         wanted = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         self._edges = [get_gradient_edge(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True)]
         self.packet: Packet | None = Packet(
@@ -120,12 +139,12 @@ class Export:
             raise RuntimeError("the packet was taken already")
         return packet
 
-    def roots(self, gradients: Gradients) -> list[tuple[GradientEdge, torch.Tensor]]:
+    def roots(self, gradients: Gradients) -> list[Root]:
         """Return the roots of the backward pass for the gradients that the first consumer sent."""
         return _pair(self._edges, gradients)
 
 
-def _pair(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[tuple[GradientEdge, torch.Tensor]]:
+def _pair(edges: Sequence[GradientEdge | None], gradients: Gradients) -> list[Root]:
     return [
         (edge, gradient)
         for edge, gradient in zip(edges, gradients, strict=True)

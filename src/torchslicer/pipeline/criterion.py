@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everyone calls it F
 from torch.utils import _pytree as pytree
 
-from torchslicer.errors import ConfigError, DataError, nearest
+from torchslicer.errors import ConfigError, DataError, StageError, UserError, nearest
 from torchslicer.pipeline.batch import describe
+from torchslicer.pipeline.specs import check_params, construct, find_class, normalized, read_spec
 
 _ALIASES = {
     "ce": "crossentropy",
@@ -57,15 +58,39 @@ class Criterion:
 
         Raises:
             ConfigError: If the output's form does not suit the loss, or the result is not a single number.
+            StageError: If the loss refuses the values; the message says what they were.
         """
         arguments = self._arguments(_upcast(output), _upcast(target))
         device_type = _device_type(output)
-        if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
+        if device_type != "cpu":  # there a label that is no class would end the whole process's use of the device
+            self._check_classes(output, target, None)
+        try:
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    result = self.function(*arguments)
+            else:
                 result = self.function(*arguments)
-        else:
-            result = self.function(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            self._check_classes(output, target, error)
+            found = f"output {describe(output)}, target {describe_labels(target)}"
+            raise StageError(f"criterion {self.name}: {type(error).__name__}: {error} ({found})") from error
         return self._checked(result)
+
+    def _check_classes(self, output: Any, target: Any, error: Exception | None) -> None:
+        """Raise `StageError` if a class index is none of the classes that *output* has scores for."""
+        if not (isinstance(self.function, _COUNTED) and isinstance(output, Tensor) and _is_index(target)):
+            return
+        classes, ignored = output.shape[min(output.dim() - 1, 1)], self.function.ignore_index
+        bad = target[(target != ignored) & ((target < 0) | (target >= classes))]
+        if bad.numel():
+            raise StageError(
+                f"criterion {self.name}: {bad.numel()} of {target.numel()} targets are no class: they are from "
+                f"{int(bad.min())} to {int(bad.max())}, expected 0 to {classes - 1} (or {ignored}, which is ignored), "
+                f"since the model's output has shape {tuple(output.shape)}; correct the labels, or give the model as "
+                "many outputs as there are classes"
+            ) from error
 
     def weighted_loss(self, output: Any, target: Any, share: float) -> Tensor:
         """Return ``share * loss``, the part of a micro-batch in the batch's loss.
@@ -184,7 +209,8 @@ def build_criterion(spec: Any) -> Criterion:
     if isinstance(spec, (str, Mapping)):
         name, params = read_spec(spec, "criterion")
         if isinstance(name, str):
-            return _from_class(find_class(name, _loss_classes(), "criterion", aliases=_ALIASES), params)
+            known = find_class(name, _loss_classes(), "criterion", aliases=_ALIASES, refused=_WITH_PARAMETERS)
+            return _from_class(known, params)
         return build_criterion(functools.partial(name, **params) if params else name)
     if isinstance(spec, functools.partial):
         return _from_partial(spec)
@@ -300,6 +326,22 @@ def _upcast(structure: Any) -> Any:
     return structure.float() if structure.dtype in (torch.bfloat16, torch.float16) else structure
 
 
+def _is_index(target: Any) -> bool:
+    if not isinstance(target, Tensor) or target.numel() == 0:
+        return False
+    return not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+
+
+def describe_labels(target: Any) -> str:
+    """Return what *target* is, for messages; of integers also the range.
+
+    >>> describe_labels(torch.tensor([3, 11]))
+    'tensor of shape (2,) with values from 3 to 11'
+    """
+    values = f" with values from {int(target.min())} to {int(target.max())}" if _is_index(target) else ""
+    return f"{describe(target)}{values}"
+
+
 def _device_type(structure: Any) -> str:
     leaves = [structure] if isinstance(structure, Tensor) else pytree.tree_leaves(structure)
     return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
@@ -318,79 +360,3 @@ def _connected_zero(output: Any) -> Tensor:
 def _number_list_to_tensor(value: Any) -> Any:
     numbers = isinstance(value, (list, tuple)) and value and all(isinstance(item, (int, float)) for item in value)
     return torch.tensor([float(item) for item in value]) if numbers else value
-
-
-def normalized(name: str) -> str:
-    """Return *name* without case, separators, the ``torch...`` prefix and the ending ``loss``.
-
-    >>> normalized("torch.nn.CrossEntropyLoss"), normalized("cross-entropy")
-    ('crossentropy', 'crossentropy')
-    """
-    word = name.rpartition(".")[2].lower().replace("_", "").replace("-", "").replace(" ", "")
-    return word.removesuffix("loss") or word
-
-
-def read_spec(spec: str | Mapping[str, Any], what: str, extra: Sequence[str] = ()) -> tuple[Any, dict[str, Any]]:
-    """Return name and parameters of a spec that is a name or ``{"name": ..., "params": {...}}``.
-
-    Raises:
-        ConfigError: If a key is unknown, the name is missing or the parameters are no mapping.
-    """
-    if isinstance(spec, str):
-        return spec, {}
-    known = ["name", "params", *extra]
-    for key in spec:
-        if key not in known:
-            raise ConfigError(
-                f"{what}: unknown key {key!r}{nearest(str(key), known)}; keys are {known}, and everything that belongs "
-                'to the constructor goes under "params"'
-            )
-    if "name" not in spec:
-        raise ConfigError(f'{what}: the dictionary has no "name"; got keys {list(spec)}')
-    params = spec.get("params") or {}
-    if not isinstance(params, Mapping):
-        raise ConfigError(f'{what}: "params" must be a dictionary, got {type(params).__name__}')
-    return spec["name"], dict(params)
-
-
-def find_class(name: str, classes: Mapping[str, type], what: str, *, aliases: Mapping[str, str] | None = None) -> type:
-    """Return the class called *name* in any spelling.
-
-    Raises:
-        ConfigError: If there is none, with the nearest name and all names.
-    """
-    by_key = {normalized(known): cls for known, cls in classes.items()}
-    key = normalized(name)
-    cls = by_key.get((aliases or {}).get(key, key))
-    if cls is None:
-        hint = nearest(key, classes) or nearest(f"{key}loss", classes)
-        raise ConfigError(f"unknown {what} {name!r}{hint}; known: {', '.join(sorted(classes))}")
-    return cls
-
-
-def check_params(cls: Callable[..., Any], params: Mapping[str, Any], where: str, hidden: Sequence[str] = ()) -> None:
-    """Check the names of *params* against the signature of *cls*; *hidden* names are given by the library.
-
-    Raises:
-        ConfigError: If a parameter is unknown, with the nearest one and all of them.
-    """
-    parameters = inspect.signature(cls).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    known = [name for name in parameters if name not in hidden]
-    for name in params:
-        if name not in known:
-            hint = nearest(name, known)
-            raise ConfigError(f"{where}: unknown parameter {name!r}{hint}; parameters are {', '.join(known)}")
-
-
-def construct(where: str, make: Callable[[], Any]) -> Any:
-    """Return ``make()``.
-
-    Raises:
-        ConfigError: If the constructor refuses its values.
-    """
-    try:
-        return make()
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError) as error:
-        raise ConfigError(f"{where}: {error}") from error

@@ -2,7 +2,8 @@
 
 A value that was changed in place and is used afterwards must be taken from the operation that changed it; else its
 gradient would pass that operation by once a cut falls between. Where views of changed memory are used later, no cut
-may fall between the view and its last use. Both are seen by running the graph once on a batch.
+may fall between the view and its last use. Buffers that a forward pass changes are noted too. All is seen by running
+the graph once on a batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torchslicer.graph.model import SOURCES, ModelGraph, Node, Ref, iter_refs, map_refs
+from torchslicer.pipeline.buffers import BufferWatch
 from torchslicer.pipeline.interpreter import Environment, Instruction, Program
 from torchslicer.pipeline.untouched import own_inputs, untouched
 
@@ -59,12 +61,15 @@ class _Watcher:
         self.mutations: list[Mutation] = []
         self.shared_with: dict[int, tuple[int, ...]] = {}
         self.closed: dict[int, str] = {}
+        self.buffers = BufferWatch(graph)
+        self.results_in: dict[int, set[int]] = {}
 
     @contextlib.contextmanager
     def __call__(self, instruction: Instruction, environment: Environment) -> Iterator[None]:
         node = instruction.node
         before = {id(t): (t, t._version) for ref in node.refs for t in _tensors(environment.get(ref))}
-        yield
+        with self.buffers.watching(instruction.unit):
+            yield
         result = environment[node.index]
         changed = {key for key, (tensor, version) in before.items() if tensor._version != version}
         returned = {id(tensor) for tensor in _tensors(result)}
@@ -83,11 +88,17 @@ class _Watcher:
 
     def _note_result(self, node: Node, result: Any, unchanged_arguments: set[int]) -> None:
         """Remember who made the result; a tensor handed through unchanged keeps its maker."""
+        for tensor in _tensors(result):
+            self.results_in.setdefault(tensor.untyped_storage().data_ptr(), set()).add(node.index)
         new = [tensor for tensor in _tensors(result) if id(tensor) not in unchanged_arguments]
         self.memory.note(new, node.index)
         closed = [type(leaf).__name__ for leaf in pytree.tree_leaves(result) if _holds_tensors(leaf)]
         if closed:
             self.closed[node.index] = closed[0]
+
+    def in_changed_buffers(self) -> frozenset[int]:
+        """Nodes whose results lie in the memory of a buffer that changes: the next micro-batch changes them too."""
+        return frozenset().union(*(self.results_in.get(address, ()) for address in self.buffers.changed_memory()))
 
 
 def analyse(graph: ModelGraph, inputs: Mapping[str, Any]) -> ModelGraph:
@@ -95,17 +106,17 @@ def analyse(graph: ModelGraph, inputs: Mapping[str, Any]) -> ModelGraph:
 
     Leaves the model, the inputs and the global generators as they were.
     """
-    watcher = _Watcher(graph)
     inputs = own_inputs(inputs)
     with torch.no_grad(), untouched(graph.model):
+        watcher = _Watcher(graph)
         environment: Environment = {entry.node: inputs[entry.name] for entry in graph.inputs}
         for node, value in environment.items():
             watcher.memory.note(value, node)
         Program(graph, range(len(graph.units)), keep=range(len(graph.nodes))).run(environment, observe=watcher)
-    graph = _kept_together(graph, watcher.closed)
-    if not watcher.mutations:
-        return graph
-    return _glued(_renamed(graph, watcher.mutations), watcher)
+    graph = replace(_kept_together(graph, watcher.closed), changing=watcher.buffers.changing())
+    if watcher.mutations:
+        graph = _glued(_renamed(graph, watcher.mutations), watcher)
+    return _glued_to_buffers(graph, watcher.in_changed_buffers())
 
 
 def _holds_tensors(leaf: Any) -> bool:
@@ -174,6 +185,16 @@ def _glued(graph: ModelGraph, watcher: _Watcher) -> ModelGraph:
                 )
                 forbidden.update(dict.fromkeys(range(first + 1, last + 1), reason))
     return replace(graph, forbidden=forbidden, mutated=frozenset(mutated))
+
+
+def _glued_to_buffers(graph: ModelGraph, nodes: frozenset[int]) -> ModelGraph:
+    """Forbid cuts between *nodes* and their last uses: what lies in a buffer is the buffer, not a value of a moment."""
+    forbidden = dict(graph.forbidden)
+    for node in sorted(nodes & graph.unit_of.keys()):
+        reason = f"'{graph.nodes[node].name}' hands on the memory of a buffer that changes in the forward pass"
+        for unit in range(graph.unit_of[node] + 1, _last_user(graph, node) + 1):
+            forbidden.setdefault(unit, reason)
+    return replace(graph, forbidden=forbidden)
 
 
 def _last_user(graph: ModelGraph, node: int) -> int:

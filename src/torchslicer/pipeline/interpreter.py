@@ -28,10 +28,13 @@ class Instruction:
     """A node ready to run.
 
     ``call`` is called with the arguments; ``plain`` lists the argument nodes when all are plain references and
-    there are no keywords (the common and quick case); ``frees`` are nodes used here for the last time.
+    there are no keywords (the common and quick case); ``frees`` are nodes used here for the last time; ``ambient`` is
+    None where the node runs as its caller does.
     """
 
     node: Node
+    index: int
+    ambient: Ambient | None
     unit: int
     call: Call
     plain: tuple[int, ...] | None
@@ -96,12 +99,11 @@ class Program:
 
 
 def _execute(instruction: Instruction, environment: Environment) -> None:
-    node = instruction.node
-    if node.ambient is not DEFAULT_AMBIENT and node.ambient != DEFAULT_AMBIENT:
-        with _entered(node.ambient):
-            environment[node.index] = _call(instruction, environment)
+    if instruction.ambient is None:
+        environment[instruction.index] = _call(instruction, environment)
     else:
-        environment[node.index] = _call(instruction, environment)
+        with _entered(instruction.ambient):
+            environment[instruction.index] = _call(instruction, environment)
 
 
 def _call(instruction: Instruction, environment: Environment) -> Any:
@@ -141,9 +143,17 @@ def _compile(
     instructions = []
     previous = None
     for position, (node, unit) in enumerate(steps):
-        plain = _plain_arguments(node)
         instructions.append(
-            Instruction(node, unit, bind(node, unit), plain, unit != previous, tuple(frees.get(position, ())))
+            Instruction(
+                node=node,
+                index=node.index,
+                ambient=None if node.ambient == DEFAULT_AMBIENT else node.ambient,
+                unit=unit,
+                call=bind(node, unit),
+                plain=_plain_arguments(node),
+                first_of_unit=unit != previous,
+                frees=tuple(frees.get(position, ())),
+            )
         )
         previous = unit
     return tuple(instructions)
@@ -176,6 +186,12 @@ def default_call(graph: ModelGraph, node: Node) -> Call:
 def buffer_owner(graph: ModelGraph, name: str) -> nn.Module:
     """Return the module that holds the buffer called *name*."""
     return graph.model.get_submodule(name.rpartition(".")[0])
+
+
+def current_buffer(graph: ModelGraph, name: str) -> torch.Tensor:
+    """Return the buffer called *name* that is on its module now: a forward pass may have put another tensor there."""
+    found = buffer_owner(graph, name)._buffers[name.rpartition(".")[2]]
+    return graph.buffers[name] if found is None else found
 
 
 def _located(error: Exception, graph: ModelGraph, instruction: Instruction) -> StageError:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torchslicer.graph.model import ModelGraph
 from torchslicer.pipeline.parameters import ParameterTable
 from torchslicer.pipeline.runtime import Runtime
-from torchslicer.pipeline.stage import Result, Stage, StageOptions, Work, find_routes
+from torchslicer.pipeline.stage import Loss, Result, Stage, StageOptions, Work, find_routes
 from torchslicer.pipeline.untouched import own_inputs, untouched
 from torchslicer.schedule import Action, ActionKind
 
@@ -42,22 +42,26 @@ class _SumOfOutputs:
         return sum((leaf.float().mean() for leaf in leaves), torch.zeros(()))
 
 
-def measure(graph: ModelGraph, inputs: Mapping[str, Any], *, repeats: int = 3) -> Measured:
+def measure(
+    graph: ModelGraph, inputs: Mapping[str, Any], *, loss: Loss | None = None, target: Any = None, repeats: int = 3
+) -> Measured:
     """Run a batch through *graph*, unit by unit, and take the quickest of *repeats* (after one to warm up).
 
     Args:
         graph: The graph in training mode.
         inputs: One batch, by input name.
+        loss: What turns the output and *target* into a loss; its time is counted with the last unit.
+        target: The batch's target.
         repeats: How often to measure.
     """
     count = len(graph.units)
     with untouched(graph.model), _preserved_gradients(graph):
         table = ParameterTable(graph, range(count), [_CPU] * count)
         routes = find_routes(graph, range(count))
-        options = StageOptions(loss=_SumOfOutputs())
+        options = StageOptions(loss=loss or _SumOfOutputs())
         stages = {i: Stage(i, graph, range(count), routes, bind=table.bind, options=options) for i in range(count)}
         runtime = Runtime(stages)
-        work = [Work(0, own_inputs(inputs))]
+        work = [Work(0, own_inputs(inputs), target)]
         values: dict[str, int] = {}
         activations = tuple(_forward_with_bytes(graph, runtime, work, values))
         _timed_backward(runtime, work)

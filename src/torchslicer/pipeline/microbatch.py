@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -78,8 +79,8 @@ def _split_leaf(path: Any, leaf: Any, sizes: Sequence[int], size: int, shared: C
             "cannot be cut into micro-batches. If every micro-batch needs it whole (a mask, a table), name it in "
             "shared_inputs=; otherwise give it one row a sample"
         )
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [leaf.narrow(0, start, length) for start, length in zip(starts, sizes, strict=True)]
+    ends = itertools.accumulate(sizes)
+    return [leaf.narrow(0, end - length, length) for end, length in zip(ends, sizes, strict=True)]
 
 
 def _is_shared(path: Any, shared: Collection[str]) -> bool:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from torchslicer.errors import ConfigError, nearest
-from torchslicer.pipeline.criterion import check_params, construct, find_class, read_spec
+from torchslicer.pipeline.specs import check_params, construct, find_class, read_spec
 
 Interval = Literal["epoch", "step"]
 _INTERVALS = ("epoch", "step")
+_WITH_CLOSURE = ("LBFGS",)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def build_optimizer_spec(spec: Any) -> OptimizerSpec:
         spec, params = read_spec(spec, "optimizer", extra=("groups",))
         params |= {"groups": groups} if groups else {}
     if isinstance(spec, str):
-        spec = find_class(spec, _optimizer_classes(), "optimizer")
+        spec = find_class(spec, _optimizer_classes(), "optimizer", refused=_WITH_CLOSURE)
     if isinstance(spec, functools.partial) and isinstance(spec.func, type) and not spec.args:
         spec, params = spec.func, {**spec.keywords, **params}
     if isinstance(spec, type) and issubclass(spec, Optimizer):

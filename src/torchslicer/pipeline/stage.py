@@ -6,25 +6,25 @@ It knows no peers, no sockets and no schedule. Values come in and go out as pack
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torchslicer.errors import StageError, UserError
 from torchslicer.graph.auxloss import collect_aux_losses
 from torchslicer.graph.model import SOURCES, ModelGraph, iter_refs, map_refs
-from torchslicer.pipeline.boundary import Export, Gradients, Import, Packet
+from torchslicer.pipeline.boundary import Export, Gradients, Import, Packet, Root, run_backward
 from torchslicer.pipeline.buffers import BufferSnapshot
 from torchslicer.pipeline.interpreter import Environment, Program, buffer_owner, default_call
 from torchslicer.pipeline.rng import seed_unit
 
 CPU = torch.device("cpu")
-Root = tuple[GradientEdge, torch.Tensor]
 
 
 class Loss(Protocol):
@@ -169,6 +169,7 @@ class Stage:
         self.is_last = index == stage_of[-1]
         self.imports = tuple(route for route in routes if index in route.consumers)
         self.exports = tuple(route for route in routes if route.producer == index)
+        self._awaited = frozenset(route.node for route in self.imports if route.next(index) is not None)
         self.units = tuple(unit for unit, stage in enumerate(stage_of) if stage == index)
         self._outputs = tuple(dict.fromkeys(ref.index for ref in iter_refs(graph.output))) if self.is_last else ()
         keep = {route.node for route in self.exports} | set(self._outputs)
@@ -216,11 +217,12 @@ class Stage:
             return self._compute(work, packets, training=False)[1]
 
     def _compute(self, work: Work, packets: Mapping[int, Packet], *, training: bool = True) -> tuple[_Live, Result]:
-        live = _Live({node: Import(packet, self.options.device) for node, packet in packets.items()})
+        device, awaited = self.options.device, self._awaited
+        live = _Live({node: Import(packet, device, awaits=node in awaited) for node, packet in packets.items()})
         with _Named(self.index, "forward", work), collect_aux_losses() as collected:
             environment = self._environment(work, live)
             with self._autocast():
-                self.program.run(environment, seed_unit=lambda unit: seed_unit(work.key, unit, self.options.device))
+                self.program.run(environment, seed_unit=functools.partial(seed_unit, work.key, device=device))
             live.exports = {route.node: Export(environment[route.node]) for route in self.exports}
             result = Result({node: export.take() for node, export in live.exports.items()})
             if self.is_last:
@@ -285,7 +287,7 @@ class Stage:
             roots.extend(side.roots(_move_gradients(gradients, self.options.device)))
         if roots:
             with _Named(self.index, "backward", f"micro-batch {microbatch}"):
-                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+                run_backward(roots)
         return {node: entry.gradients() for node, entry in live.imports.items()}
 
     def _recompute(self, work: Work, packets: dict[int, Packet], snapshot: BufferSnapshot) -> _Live:

@@ -24,6 +24,7 @@ def make_works(batches: Sequence[Batch], options: TrainingOptions, step: int) ->
     number = 0
     for batch in split:
         works.append([])
+        of = f" of {len(batch)} ({{}} of {sum(piece.size for piece in batch)} samples)" if len(batch) > 1 else ""
         for index, piece in enumerate(batch):
             work = Work(
                 microbatch=index,
@@ -32,15 +33,11 @@ def make_works(batches: Sequence[Batch], options: TrainingOptions, step: int) ->
                 share=shares[number],
                 aux_share=piece.size / samples,
                 key=stream_key(options.seed, step, number),
-                position=_position(piece, batch),
+                position=of.format(piece.size),
             )
             works[-1].append(work)
             number += 1
     return works
-
-
-def _position(piece: Batch, batch: Sequence[Batch]) -> str:
-    return f" of {len(batch)} ({piece.size} of {sum(p.size for p in batch)} samples)" if len(batch) > 1 else ""
 
 
 class LossCollector:

@@ -21,6 +21,7 @@ from torchslicer.transport.geometry import PLAIN_BYTES, Geometry, Layout, geomet
 from torchslicer.transport.payload import Arrival, outgoing_tensor, wire_bytes
 
 MAGIC = b"TSLF"
+_TLS = b"\x16\x03"  # how a TLS handshake begins
 VERSION = 1
 HEADER_BYTES = 192
 _FIELDS_BYTES = 64
@@ -243,7 +244,10 @@ def decode_header(data: bytes | memoryview, limits: FrameLimits, expect: Expect 
     (magic, version, kind, flags, generation, microbatch, pass_index, payload_bytes, value, stage, leaf, num_leaves,
      code, ndim, alignment, layout, run, reserved) = _STRUCT.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
-        raise FrameError(f"not a TorchSlicer frame: it begins with {magic!r}, not {MAGIC!r}; what is connected here?")
+        hint = (
+            "it speaks TLS, and this side takes plain connections" if magic[:2] == _TLS else "what is connected here?"
+        )
+        raise FrameError(f"not a TorchSlicer frame: it begins with {magic!r}, not {MAGIC!r}; {hint}")
     if version != VERSION:
         raise FrameError(f"frame version {version}, expected {VERSION}; install the same release on both sides")
     if kind not in _KINDS or flags > _ALL_FLAGS or reserved:

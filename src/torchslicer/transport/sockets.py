@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import tempfile
+from pathlib import Path
 
 from torchslicer.transport.address import join_address, split_address
 from torchslicer.transport.base import Deadline
@@ -12,6 +15,7 @@ from torchslicer.transport.base import Deadline
 # buffers much beyond the caches make both slower.
 _UNIX_BUFFER_BYTES = 2 << 20
 _KEEPALIVE_S = 20
+_MAX_FOLDER_BYTES = 60  # the path of a UNIX socket has room for about 100, and folders and names come below
 
 
 def polled(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:
@@ -21,6 +25,16 @@ def polled(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket
         poll.register(sock, select.POLLIN)
     ready = {number for number, _ in poll.poll(timeout_s * 1000)}
     return [sock for sock in sockets if sock.fileno() in ready]
+
+
+def private_folder(within: str | os.PathLike[str] | None = None) -> Path:
+    """Make a folder that only this user can enter, for UNIX sockets; whoever makes it removes it.
+
+    It lies in *within*, or else where temporary files go, unless that path is too long for sockets.
+    """
+    if within is None and len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES:
+        within = "/tmp"  # noqa: S108 - mkdtemp makes a new folder of mode 0700 in it
+    return Path(tempfile.mkdtemp(prefix="torchslicer-", dir=within))
 
 
 def connect_tcp(address: str, deadline: Deadline) -> socket.socket:

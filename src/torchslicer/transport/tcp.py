@@ -16,7 +16,6 @@ import contextlib
 import shutil
 import socket
 import ssl
-import tempfile
 import threading
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from torchslicer.transport.base import Channel, ChannelOptions, ChannelStats, De
 from torchslicer.transport.frame import HEADER_BYTES, Expect, Frame
 from torchslicer.transport.queue import ByteQueue, again
 from torchslicer.transport.reader import FrameReader
-from torchslicer.transport.sockets import configure, connect_tcp, connect_unix, polled
+from torchslicer.transport.sockets import configure, connect_tcp, connect_unix, polled, private_folder
 from torchslicer.transport.stream import TICK_S, PlainStream, Stream, TlsStream
 from torchslicer.transport.writer import FrameWriter
 
@@ -230,7 +229,8 @@ class TcpListener:
     Args:
         bind: ``HOST:PORT`` (port 0: any free one), ``[IPV6]:PORT`` or ``unix:/path``.
         tls: A server's context for the port; a UNIX socket needs none, only this user can open it.
-        local: Open a UNIX socket beside the port too; :attr:`endpoints` tells of both.
+        local: Open a UNIX socket beside the port too, in a folder of its own; :attr:`endpoints` tells of both. A path
+            says where that folder is made, by default where temporary files go.
         options: The options of accepted channels.
 
     Raises:
@@ -242,11 +242,11 @@ class TcpListener:
         bind: str,
         *,
         tls: ssl.SSLContext | None = None,
-        local: bool = False,
+        local: bool | Path = False,
         options: ChannelOptions | None = None,
     ) -> None:
         self._tls, self._options = tls, options or ChannelOptions()
-        self._folder: str | None = None
+        self._folder: Path | None = None
         self._path: Path | None = None
         self._sockets: list[socket.socket] = []
         path = local_path(bind)
@@ -257,8 +257,8 @@ class TcpListener:
             else:
                 self.address = self._listen_tcp(bind)
                 if local:
-                    self._folder = tempfile.mkdtemp(prefix="torchslicer-")  # mode 0700
-                    self._listen_unix(Path(self._folder) / "socket")
+                    self._folder = private_folder(local if isinstance(local, Path) else None)
+                    self._listen_unix(self._folder / "socket")
         except OSError as error:
             self.close()
             raise TransportError(

@@ -41,7 +41,9 @@ def join_run(
                 return _ask(connection, joining, node, role, deadline)
         except ssl.SSLError as error:
             raise SecurityError(
-                f"join: {where} does not speak TLS 1.3 as a coordinator does ({error.reason})"
+                f"join: {where} does not speak TLS 1.3 as a coordinator does ({error.reason}). Is it a coordinator? "
+                "One that takes plain connections prints no join string: leave out --join, --join-file and "
+                "TORCHSLICER_JOIN then"
             ) from error
 
 

@@ -50,6 +50,11 @@ class Protection:
     insecure_argument: bool = False
     insecure_environment: bool = False
 
+    @property
+    def allows_others(self) -> bool:
+        """Whether this node may talk to other machines at all: with certificates, or by the double opt-in."""
+        return self.material is not None or (self.insecure_argument and self.insecure_environment)
+
     @cached_property
     def server(self) -> ssl.SSLContext | None:
         """The context of listening sockets; None for plain text."""

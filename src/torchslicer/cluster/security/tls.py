@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -78,6 +79,18 @@ def client_context(material: Material) -> ssl.SSLContext:
     context.check_hostname = True
     context.hostname_checks_common_name = False
     return context
+
+
+def speaks_tls(host: str, port: int, *, timeout_s: float = 5.0) -> bool:
+    """Whether what listens there answers to a TLS handshake. Nothing is checked, and nothing else said to it."""
+    try:
+        with socket.create_connection((host, port), timeout_s) as raw:
+            joining_context().wrap_socket(raw).close()
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
+    return True
 
 
 def joining_context() -> ssl.SSLContext:

@@ -43,6 +43,7 @@ _DENIED_HOMES = re.compile(
 )
 _UNTRUSTABLE = frozenset({*sys.stdlib_module_names, "torch", "torchslicer", "numpy", "pip", "setuptools", "pytest"})
 _PACKAGE = re.compile(r"(?!__)[A-Za-z_]\w*(\.(?!__)[A-Za-z_]\w*)*")
+_BUILDERS = re.compile(r"(?!__)[A-Za-z_]\w*((\.\w+)*|(\.[\w*?]+)*:[\w.*?]+)")
 _NAMESPACES = {"types:SimpleNamespace": types.SimpleNamespace, "argparse:Namespace": Namespace}
 _OUR_STATE = re.compile(r"(torch\.nn\.modules|torchslicer\.graph\.stages)(\..*)?")
 
@@ -53,7 +54,8 @@ class Allowed:
     Args:
         trusted_packages: Packages (or modules in them) whose classes and functions are accepted, and imported. They are
             trusted whole: whoever sends a description may call any function that is defined in them.
-        allow_builders: Patterns of builder references, ``"my_package.models:*"``.
+        allow_builders: Builders that may be called: ``"my_package.models:make"``, a pattern such as
+            ``"my_package.models:make_*"``, or a package or module, for all that is defined in it.
 
     Raises:
         ShippingError: A package must not be trusted, since anything could be run through it.
@@ -74,6 +76,12 @@ class Allowed:
                 raise ShippingError(
                     f"trust {shorten(package)}: expected the name of your own package; the standard library and torch "
                     "could run anything, so single functions of theirs are listed instead"
+                )
+        for pattern in self.allow_builders:
+            if not _BUILDERS.fullmatch(pattern) or re.split("[.:]", pattern)[0] in _UNTRUSTABLE:
+                raise ShippingError(
+                    f"allow builder {shorten(pattern)}: expected a function of a package of yours, such as "
+                    "'my_package.models:make', or the package; the standard library and torch could run anything"
                 )
 
     def trusts(self, module: str) -> bool:
@@ -194,15 +202,33 @@ class Allowed:
             ShippingError: It is not accepted.
         """
         module, qualname = split_name(reference)
-        if not any(fnmatchcase(reference, pattern) for pattern in self.allow_builders):
+        if not self.allows_builder(reference):
             raise ShippingError(
                 f"builder '{reference}' is not among the builders that this worker allows "
-                f"({list(self.allow_builders)}); start it with --allow-builder '{module}:*'"
+                f"({list(self.allow_builders)}); start it with --allow-builder {reference}"
             )
         found = look_up(module, qualname)
-        if not isinstance(found, (types.FunctionType, type)) or found.__module__ != module:
-            raise ShippingError(f"builder '{reference}' is no function of that module")
+        if not isinstance(found, (types.FunctionType, type)):
+            raise ShippingError(f"builder '{reference}' is no function or class, but a {type(found).__name__}")
+        if found.__module__ != module:
+            raise ShippingError(
+                f"builder '{reference}' is defined in another module; write '{found.__module__}:{found.__qualname__}'"
+            )
         return found
+
+    def allows_builder(self, reference: str) -> bool:
+        """Whether a pattern of this worker allows the builder called *reference*.
+
+        Example:
+            >>> allowed = Allowed(allow_builders=["nets.small:make", "zoo"])
+            >>> [allowed.allows_builder(name) for name in ("nets.small:make", "nets.small:other", "zoo.big:make")]
+            [True, False, True]
+        """
+        module = reference.partition(":")[0]
+        return any(
+            fnmatchcase(reference, pattern) if ":" in pattern else module == pattern or module.startswith(pattern + ".")
+            for pattern in self.allow_builders
+        )
 
 
 class Importable(Allowed):

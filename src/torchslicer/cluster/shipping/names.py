@@ -9,7 +9,7 @@ import importlib
 import re
 from typing import Any
 
-from torchslicer.errors import ShippingError
+from torchslicer.errors import ShippingError, nearest
 
 _DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
 _NAME = re.compile(rf"({_DOTTED}):({_DOTTED})")
@@ -50,7 +50,10 @@ def look_up(module: str, qualname: str) -> Any:
         raise ShippingError(f"module '{module}' cannot be imported here ({error}); install its package") from error
     for part in qualname.split("."):
         if not hasattr(found, part):
-            raise ShippingError(f"module '{module}' has no '{qualname}' here; is its package of another version?")
+            known = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            raise ShippingError(
+                f"module '{module}' has no '{qualname}' here{nearest(part, known)}; is its package of another version?"
+            )
         found = getattr(found, part)
     return found
 

@@ -22,16 +22,18 @@ class TensorWriter:
 
     Args:
         names: Identity of a tensor to the name that it goes by; others get names of their own.
+        has_hooks_there: Hooks on tensors are there already, where they go.
 
     Attributes:
         entries: What is said of each tensor.
         tensors: The tensors, on the memory of the caller's.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], *, has_hooks_there: bool = False) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
         self.tensors: dict[str, Tensor] = {}
         self._names = names
+        self._has_hooks_there = has_hooks_there
         self._keys: dict[int, str] = {}
         self._alive: list[Tensor] = []
 
@@ -43,6 +45,8 @@ class TensorWriter:
         """
         if id(tensor) not in self._keys:
             _check_kind(tensor)
+            if not self._has_hooks_there:
+                _check_hooks(tensor)
             key = self._names.get(id(tensor), f"(unnamed)/{len(self._keys)}")
             self._keys[id(tensor)] = key
             self._alive.append(tensor)  # an identity is taken again once its object is gone
@@ -79,6 +83,14 @@ def _check_kind(tensor: Tensor) -> None:
         raise ShippingError("a tensor on the device 'meta' has no values to ship")
     if tensor.grad_fn is not None:
         raise ShippingError("a tensor that was computed from parameters is kept here; set it to None or .detach() it")
+
+
+def _check_hooks(tensor: Tensor) -> None:
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise ShippingError(
+            "it has gradient hooks, which are code; remove them, or put them into a function that makes the model and "
+            'call ts.slice("my_package.models:make")'
+        )
 
 
 def _entry(tensor: Tensor) -> dict[str, Any]:

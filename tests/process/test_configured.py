@@ -1,0 +1,160 @@
+"""Runs that a configuration alone describes, data ports for firewalls, and hints where one side speaks TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster import free_address, until, worker_thread
+from tests.support.driver import train_case
+from tests.support.models import MLP
+from tests.support.oracle import SGD, assert_same_bits
+from torchslicer.config import RunConfig
+from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
+from torchslicer.errors import ConfigError, SecurityError, TransportError
+from torchslicer.executors.distributed import DistributedExecutor
+from torchslicer.serving import run_worker
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("one_thread")]
+
+
+def assert_trains(executor: DistributedExecutor) -> None:
+    """Fail unless one worker gives the bits of local training."""
+    got = train_case(MLP, SGD, n=1, steps=2, slice_options={"executor": executor})
+    assert_same_bits(got, train_case(MLP, SGD, n=1, steps=2))
+
+
+# A configuration alone
+
+
+def test_a_configuration_describes_a_coordinator_and_its_workers() -> None:
+    address = free_address()
+    config = RunConfig.create(coordinator_bind_address=address, coordinator_address=address, keep_alive=False)
+    with DistributedExecutor(run_config=config) as executor, worker_thread(run_config=config) as errors:
+        assert executor.address == address
+        assert_trains(executor)
+        assert not errors
+
+
+def test_a_configuration_describes_peers_and_their_driver() -> None:
+    address = free_address()
+    config = RunConfig.create(
+        discovery={"backend": "static", "peers": [address]}, worker_port=int(address.rpartition(":")[2])
+    )
+    with worker_thread(run_config=config) as errors, DistributedExecutor(run_config=config) as executor:
+        assert isinstance(executor.discovery, StaticDiscovery)
+        assert executor.address == ""
+        assert_trains(executor)
+        assert not errors
+
+
+def test_arguments_go_before_the_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    config = RunConfig.create(
+        coordinator_bind_address="192.0.2.1:1", discovery={"backend": "static", "peers": ["127.0.0.1:1"], "timeout": 1}
+    )
+    with DistributedExecutor(CoordinatorDiscovery(timeout_s=7), "127.0.0.1:0", config) as executor:
+        assert executor.address.startswith("127.0.0.1:")
+        assert executor._discovery_timeout_s() == 7
+    with DistributedExecutor(CoordinatorDiscovery(), "127.0.0.1:0", config) as executor:
+        assert executor._discovery_timeout_s() == 1
+    config.discovery.backend = "coordinator"
+    with DistributedExecutor(coordinator_addr="127.0.0.1:0", run_config=config):
+        assert "discovery.peers is not used" in caplog.text
+
+
+def test_a_static_configuration_without_peers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"discovery\.peers is empty"):
+        DistributedExecutor(run_config=RunConfig.create(discovery__backend="static"))
+
+
+# Data ports
+
+
+def free_pair() -> int:
+    """Return a port that is free, and so is the next one."""
+    while True:
+        port = int(free_address().rpartition(":")[2])
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
+def data_ports(executor: DistributedExecutor) -> dict[str, int]:
+    [member] = until(executor.coordinator.live)
+    return {
+        one.transport: int(one.address.rpartition(":")[2]) for one in member.hello.endpoints if one.transport != "unix"
+    }
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_a_worker_takes_the_data_ports_that_it_is_given(transport: str) -> None:
+    port = free_pair()
+    with (
+        DistributedExecutor(coordinator_addr="127.0.0.1:0", transport=transport, same_host=False) as executor,
+        worker_thread(coordinator=executor.address, data_port=port) as errors,
+    ):
+        assert data_ports(executor) == {"tcp": port, "grpc": port + 1}
+        assert_trains(executor)
+        assert not errors
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_data_port_in_use_is_said_at_once(taken: int) -> None:
+    port = free_pair()
+    with socket.create_server(("127.0.0.1", port + taken)):
+        with pytest.raises(TransportError, match=rf"(?s)--data-port.*{port} \(TCP\) and {port + 1} \(gRPC\): cannot"):
+            run_worker("127.0.0.1:1", data_port=port, device="cpu")
+        config = RunConfig.create(data_port=port)
+        with pytest.raises(TransportError, match=f"cannot listen on 127.0.0.1:{port + taken}"):
+            run_worker("127.0.0.1:1", run_config=config, device="cpu")
+
+
+def test_of_a_range_the_free_ports_are_taken() -> None:
+    port = free_pair()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        DistributedExecutor(coordinator_addr="127.0.0.1:0") as executor,
+        worker_thread(coordinator=executor.address, data_port=f"{port}-{port + 40}"),
+    ):
+        found = data_ports(executor)
+        assert found["grpc"] == found["tcp"] + 1
+        assert found["tcp"] in range(port + 2, port + 40, 2)
+
+
+def test_two_places_that_give_a_port_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--bind 127\.0\.0\.1:7000 and --data-port both give a port"):
+        run_worker("127.0.0.1:1", bind="127.0.0.1:7000", data_port=7001, device="cpu")
+
+
+# One side speaks TLS, the other does not
+
+
+@pytest.fixture
+def secured() -> Iterator[DistributedExecutor]:
+    """A coordinator that makes certificates of its own."""
+    with DistributedExecutor(coordinator_addr="0.0.0.0:0") as executor:
+        yield executor
+
+
+def test_a_plain_worker_is_told_to_join(secured: DistributedExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    address = secured.address.replace("0.0.0.0", "127.0.0.1")
+    with pytest.raises(SecurityError, match=rf"--coordinator {address} --join STRING.*--tls-ca"):
+        run_worker(address, device="cpu")
+    until(lambda: "a worker starts with: torchslicer worker --coordinator" in caplog.text)
+    assert secured.join_command.split()[-1] not in caplog.text.split("start workers with")[-1].partition("\n")[2]
+
+
+def test_a_worker_that_would_join_is_told_that_there_is_nothing_to_join(
+    secured: DistributedExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    joining = secured.join_command.split()[-1]
+    with (
+        caplog.at_level(logging.WARNING),
+        DistributedExecutor(coordinator_addr="127.0.0.1:0") as plain,
+        pytest.raises(SecurityError, match="takes plain connections prints no join string"),
+    ):
+        run_worker(plain.address, join=joining, device="cpu")
+    assert "it speaks TLS, and this side takes plain connections" in caplog.text
