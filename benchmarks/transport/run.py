@@ -27,6 +27,7 @@ import bare
 import torch
 from certificates import Certificates, make_certificates
 
+from torchslicer.cluster.heap import keep_freed_memory
 from torchslicer.transport import Frame, FrameKind, TcpListener
 from torchslicer.transport import connect as connect_tcp
 from torchslicer.transport import grpc as channels
@@ -92,6 +93,7 @@ def answer(channel: Channel) -> None:
 def serve(name: str, pipe: Connection, path: str, certificates: Certificates | None) -> None:
     """Run one subject's other side in a process of its own."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as workers do
     kind, ours = name.removeprefix("our "), name.startswith("our ")
     if not ours:
         bare.serve(kind, pipe, path, certificates, max(SIZES.values()))
@@ -213,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as workers do
     now = dt.datetime.now(dt.timezone.utc)
     print(f"# {now:%Y-%m-%d %H:%M} UTC, {platform.machine()}, torch {torch.__version__}")
     print("kind      mode            size         bare     ours         ours/bare  of medians")

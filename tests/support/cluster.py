@@ -48,6 +48,9 @@ def travelling_by(executor: DistributedExecutor, transport: str) -> Iterator[Dis
 class Program:
     """A process whose output (both streams in one) is collected while it runs."""
 
+    grace_s = 0.1
+    """How long it may take to end when its standard input is closed; then it is killed."""
+
     def __init__(self, arguments: Sequence[str], **options: Any) -> None:
         self.lines: list[str] = []
         self._arrived = threading.Condition()
@@ -100,7 +103,7 @@ class Program:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.1)
+            self.process.wait(self.grace_s)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10.0)
@@ -118,7 +121,9 @@ class Program:
 def worker_program(*options: str, **popen: Any) -> Program:
     """Start ``torchslicer worker`` with one thread; it ends with its standard input."""
     fixed = ["-m", "torchslicer.cli", "worker", "--threads", "1", "--trust", "tests", "--exit-with-stdin"]
-    return Program([*fixed, *options], **popen)
+    program = Program([*fixed, *options], **popen)
+    program.grace_s = 5.0  # it removes its socket
+    return program
 
 
 @dataclass(frozen=True)

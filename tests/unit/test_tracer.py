@@ -177,3 +177,22 @@ def test_a_function_handed_to_an_operation_is_refused_at_the_root_only() -> None
         WholeModuleTracer(["x"]).trace(Maps())
     graph = trace(nn.Sequential(nn.Linear(4, 4), Maps()))
     assert graph.units[-1].kind == "opaque"
+
+
+LEAK = """
+import gc, weakref
+from tests.support.models import GPT
+from torchslicer.graph.trace import trace
+
+model = GPT(vocab=7)
+graph, alive = trace(model), weakref.ref(model)
+del model, graph
+gc.collect()
+print("gone" if alive() is None else "kept")
+"""
+
+
+def test_the_first_model_of_a_process_is_not_kept_by_torch() -> None:
+    """torch caches the list of its functions, which held those that record while they stood in their place."""
+    done = subprocess.run([sys.executable, "-c", LEAK], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "gone"
