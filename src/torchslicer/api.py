@@ -27,15 +27,7 @@ from torchslicer.pipeline.batch import BatchReader
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
 from torchslicer.pipeline.options import TrainingOptions
-from torchslicer.settings import (
-    TrainSettings,
-    build_options,
-    check_given,
-    check_model,
-    names_checked,
-    note_names,
-    resolve_config,
-)
+from torchslicer.settings import TrainSettings, build_options, check_model, names_checked, note_names, resolve_config
 from torchslicer.trainer import Run, Trainer, evaluate
 
 logger = logging.getLogger("torchslicer")
@@ -221,8 +213,7 @@ class SlicedModel:
         )  # fmt: skip
         config = resolve_config(settings, run_config)
         config.network.insecure = self.executor.insecure
-        check_given(optimizer, criterion, has_config=run_config is not None)
-        note_names(config, optimizer, criterion)
+        note_names(config, optimizer, criterion, has_config=run_config is not None)
         options = build_options(
             config,
             optimizer=optimizer,

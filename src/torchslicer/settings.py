@@ -39,9 +39,9 @@ def names_checked(
         >>> @names_checked("area")
         ... def area(*, width: float, height: float) -> float:
         ...     return width * height
-        >>> area(width=2.0, heigth=3.0)
+        >>> area(width=2.0, heights=3.0)
         Traceback (most recent call last):
-        torchslicer.errors.UnknownArgumentError: area: unknown keyword 'heigth'; did you mean 'height'? Keywords are \
+        torchslicer.errors.UnknownArgumentError: area: unknown keyword 'heights'; did you mean 'height'? Keywords are \
 width, height
     """
 
@@ -146,16 +146,16 @@ def schedule_of(config: RunConfig) -> tuple[str, int]:
     return config.pipeline.schedule, config.pipeline.n_micro
 
 
-def check_given(optimizer: Any, criterion: Any, *, has_config: bool) -> None:
-    """Raise `ConfigError` if it is nowhere said how to train."""
+def note_names(config: RunConfig, optimizer: Any, criterion: Any, *, has_config: bool) -> None:
+    """Let the resolved configuration show what is trained with, where that can be written down.
+
+    Raises:
+        ConfigError: It is nowhere said how to train.
+    """
     if optimizer is None and not has_config:
         raise ConfigError('train: no optimizer; give one such as {"name": "SGD", "params": {"lr": 0.1}}')
     if criterion is None and not has_config:
         raise ConfigError('train: no criterion; give one such as "cross_entropy"')
-
-
-def note_names(config: RunConfig, optimizer: Any, criterion: Any) -> None:
-    """Let the resolved configuration show what is trained with, where that can be written down."""
     if isinstance(optimizer, (str, Mapping)):
         config.training.optimizer = optimizer  # type: ignore[assignment]
     if isinstance(criterion, (str, Mapping)):

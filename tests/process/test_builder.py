@@ -153,13 +153,16 @@ def _pids() -> set[str]:
     return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="utf-8").split())
 
 
-def test_peers_and_the_first_stage_here(peers: Peers) -> None:
-    """The process that the driver starts allows what it needs; a peer was started by somebody else."""
-    with peers.driver(host_stage=0, host_threads=1) as executor:
+def test_a_worker_that_allows_nothing(peers: Peers) -> None:
+    with peers.driver() as executor:
         sliced = ts.slice(f"{HOME}:make_case", n=2, builder_args={"name": "mlp"}, executor=executor)
         words = f"peer-0.*does not allow.*make_case.*start it with --allow-builder {HOME}:make_case"
         with pytest.raises(ts.ShippingError, match=words):
             sliced.train(MLP.batches(1), SGD, "cross_entropy", epochs=1, run_dir=False)
+
+
+def test_a_peer_and_the_first_stage_here() -> None:
+    """The process that the driver starts allows what it needs; the peer was started by somebody else."""
     with worker_program("--listen", "127.0.0.1:0", "--allow-builder", HOME) as peer:
         discovery = StaticDiscovery([peer.wait_for(r"listening for a driver on (\S+)")[1]])
         with DistributedExecutor(discovery, host_stage=0, host_threads=1) as executor:

@@ -112,21 +112,32 @@ def connections(crew: Crew, *, run_id: str, generation: int) -> Iterator[Any]:
                 yield channel
 
 
-@pytest.mark.parametrize(("run_id", "ahead"), [("another", 0), ("failures", -1), ("failures", 0), ("failures", 1)])
-def test_a_connection_for_another_run_is_never_taken(crew: Crew, run_id: str, ahead: int) -> None:
-    """Of another run, an old generation, this one with another secret; and of the next one, which then begins."""
+@pytest.fixture
+def intruders() -> Iterator[list[Any]]:
+    """Connections, which are closed afterwards."""
     held: list[Any] = []
+    yield held
+    for channel in held:
+        channel.close(timeout_s=0)
+
+
+@pytest.mark.parametrize(("run_id", "ahead"), [("another", 0), ("failures", -1), ("failures", 0)])
+def test_a_connection_for_another_run_is_never_taken(crew: Crew, intruders: list[Any], run_id: str, ahead: int) -> None:
+    """Of another run, of an old generation, and of this one with another secret."""
 
     def intrude() -> None:
-        held.extend(connections(crew, run_id=run_id, generation=crew.executor._generation + ahead))
+        intruders.extend(connections(crew, run_id=run_id, generation=crew.executor._generation + ahead))
 
-    try:
-        assert_unharmed(crew, model_with(), intrude)
-        assert len(held) == 3 * 3 * 4
-        assert_usable(crew)
-    finally:
-        for channel in held:
-            channel.close(timeout_s=0)
+    assert_unharmed(crew, model_with(), intrude)
+    assert len(intruders) == 3 * 3 * 4
+    assert_usable(crew)
+
+
+def test_a_connection_without_the_secret_that_comes_before_the_others_is_not_taken(
+    crew: Crew, intruders: list[Any]
+) -> None:
+    intruders.extend(connections(crew, run_id="failures", generation=crew.executor._generation + 1))
+    assert_unharmed(crew, model_with())
 
 
 # Control messages

@@ -55,7 +55,7 @@ class Crew:
     def wait_for(self, count: int = NUM_STAGES) -> None:
         """Wait until the workers are registered."""
         try:
-            self.executor.coordinator.wait_for(count, timeout_s=60.0)
+            self.executor.coordinator.wait_for(count, timeout_s=100.0)
         except WorkerFailureError as error:
             pytest.fail(f"{error}\n{self.keeper.output}")
 

@@ -214,7 +214,7 @@ class WholeModuleTracer(fx.Tracer):
     @contextlib.contextmanager
     def _recorded_calls(self) -> Iterator[None]:
         """Record calls that fx looks through (custom autograd functions) or executes (random factories)."""
-        # torch remembers its functions when it first needs them: not the recorders, which would keep the model for ever.
+        # torch remembers its functions when it first needs them: not the recorders, which would keep the model.
         torch.overrides.get_overridable_functions()
         stock_apply = vars(torch.autograd.Function)["apply"]
         factories = {name: getattr(torch, name) for name in _RANDOM_FACTORIES}

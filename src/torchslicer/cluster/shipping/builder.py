@@ -116,14 +116,14 @@ class _WithoutMemory(DeviceContext):
     """Makes tensors on 'meta', but none that a module makes while it is imported: those outlive the builder."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)  # type: ignore[no-untyped-call]
+        super().__init__(device)
         self._before = frozenset(sys.modules)
         self._settled = len(sys.modules)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._importing():
             return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def _importing(self) -> bool:
         if len(sys.modules) == self._settled:

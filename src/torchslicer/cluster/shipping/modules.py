@@ -108,8 +108,8 @@ class ModuleWriter:
         if parametrize.is_parametrized(module):
             raise ShippingError(
                 "parametrized modules (weight_norm and the like) have classes made at run time, which no worker can "
-                'import; let the workers build the model: ts.slice("my_package.models:make", ...) and workers started with '
-                "--allow-builder my_package.models:make; or torch.nn.utils.parametrize.remove_parametrizations first"
+                'import; let the workers build the model: ts.slice("my_package.models:make", ...) and workers started '
+                "with --allow-builder my_package.models:make; or take them off with parametrize.remove_parametrizations"
             )
         if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
             raise ShippingError("compiled or scripted modules cannot be shipped; pass the module as it was before")
