@@ -75,7 +75,9 @@ def ours(name: str, kind: str) -> dict:
             executor.coordinator.wait_for(2, timeout_s=120)
             first = {}
             callback = first_step(ts, first)
-            sliced = ts.slice(model, strategy="time", n=2, executor=executor, example=example, criterion="cross_entropy")
+            sliced = ts.slice(
+                model, strategy="time", n=2, executor=executor, example=example, criterion="cross_entropy"
+            )
             up = time.perf_counter()
             history = sliced.train(
                 loader,

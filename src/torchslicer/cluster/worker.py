@@ -94,8 +94,7 @@ class Connection:
         default_factory=queue.SimpleQueue
     )
     ended: threading.Event = field(default_factory=threading.Event)
-    assignment: Assignment | None = None
-    """The newest; set by the thread that reads."""
+    assignment: Assignment | None = None  # the newest; set by the thread that reads
 
     def fail_run(self, error: BaseException) -> None:
         """End the run in progress, if there is one."""
@@ -330,10 +329,8 @@ class Worker:
             return
         assignment.told = True
         failed = failure_message(assignment, error)
-        if failed.lost_peer is None:
-            logger.error("the run failed here: %s", failed.message)
-        else:
-            logger.info("the run ended: %s", failed.message)
+        log, how = (logger.error, "failed here") if failed.lost_peer is None else (logger.info, "ended")
+        log("the run %s: %s", how, failed.message)
         with contextlib.suppress(TransportError):
             connection.control.send(failed)
 
