@@ -48,7 +48,7 @@ def bytes_in_memory() -> int:
     """Bytes of all tensors of this process on the CPU, what shares memory counted once."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
-    storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+    storages = [t.untyped_storage() for t in tensors if not t.is_meta and t.layout == torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -29,7 +29,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 REACH_TIMEOUT_S = 15.0
 """Longer than strangers get: a worker that does not answer is turned away for good, and its machine may be slow."""
 _MAX_ARRIVED = 128  # fewer than a gRPC server takes: where it is full, nobody could come to push the oldest out
-_CHECK_S = 0.2
+_ATTEMPTS, _RETRY_S = 10, 0.2
 _POLL_S = 0.2
 PLAIN = Protection()
 """No certificates: loopback only."""
@@ -250,20 +250,32 @@ def open_link(
 ) -> tuple[Channel, str]:
     """Connect to a node's hub for a run, by the best way there is; return the channel and how it goes.
 
-    *check* is called from time to time and raises to give up.
+    *check* is called from time to time and raises to give up. A node that strangers crowd may drop a connection that it
+    does not know yet, so a few are tried.
 
     Raises:
         TransportError: The node cannot be reached, is another one, or does not take the connection.
         SecurityError: It can be reached only over the network, and there is no protection.
     """
-    channel, kind = dial(endpoints, host, node=node, transport=transport, protection=protection, timeout_s=timeout_s)
-    try:
-        send_message(channel, attach)
-        _await_attached(channel, timeout_s, check)
-    except BaseException:
-        channel.close()
-        raise
-    return channel, kind
+    deadline, attempts = Deadline(timeout_s), 0
+    while True:
+        left_s = deadline.remaining_s
+        channel, kind = dial(endpoints, host, node=node, transport=transport, protection=protection, timeout_s=left_s)
+        try:
+            send_message(channel, attach)
+            _await_attached(channel, left_s, check)
+        except PeerClosedError:
+            channel.close()
+            check()
+            attempts += 1
+            if attempts == _ATTEMPTS or deadline.passed:
+                raise
+            time.sleep(_RETRY_S)
+        except BaseException:
+            channel.close()
+            raise
+        else:
+            return channel, kind
 
 
 def _await_attached(channel: Channel, timeout_s: float, check: Callable[[], None]) -> None:

@@ -83,6 +83,7 @@ class Criterion:
         if not (isinstance(self.function, _COUNTED) and isinstance(output, Tensor) and _is_index(target)):
             return
         classes, ignored = output.shape[min(output.dim() - 1, 1)], self.function.ignore_index
+        target = target.long()  # of uint8, 156 equals -100
         bad = target[(target != ignored) & ((target < 0) | (target >= classes))]
         if bad.numel():
             raise StageError(
@@ -116,12 +117,13 @@ class Criterion:
         return float(size)
 
     def _count_classes(self, function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
+        target = target.long()  # of uint8, 156 equals -100
         kept = target[target != function.ignore_index]
         if function.weight is None:
             return torch.tensor(float(kept.numel()), dtype=torch.float64)
         weight = function.weight.detach().to(kept.device, torch.float64)
         try:
-            return weight[kept.long()].sum()
+            return weight[kept].sum()
         except IndexError as error:
             raise DataError(
                 f"{self.name}: a target is no class: {len(weight)} class weights, targets from "
