@@ -20,10 +20,10 @@ from torchslicer.executors.base import Cut, Executor
 from torchslicer.executors.local import LocalExecutor
 from torchslicer.executors.released import check_weights, recover, state_names
 from torchslicer.graph.model import ModelGraph
-from torchslicer.metrics import MetricSpec
+from torchslicer.metrics import MetricSpec, check_metrics
 from torchslicer.observers import observers, warn_about_modes
 from torchslicer.partition import Plan
-from torchslicer.pipeline.batch import BatchReader
+from torchslicer.pipeline.batch import BatchReader, batches_of
 from torchslicer.pipeline.criterion import Criterion, build_criterion
 from torchslicer.pipeline.microbatch import merge_outputs, split_batch
 from torchslicer.pipeline.options import TrainingOptions
@@ -223,6 +223,7 @@ class SlicedModel:
             shared_inputs=tuple(shared_inputs),
         )
         check_model(self.model, options)
+        check_metrics(metrics, eval_loader)
         hooks = CallbackList(callbacks or ())
         self._options, self._target_key = options, config.training.target_key
         run = Run(
@@ -320,7 +321,7 @@ class SlicedModel:
                 criterion=None,
                 mixed_precision=self._mixed_precision(),
             ).output
-            for raw in loader
+            for raw in batches_of(loader)
         ]
         if not outputs:
             raise DataError("the loader to predict on gave no batch")

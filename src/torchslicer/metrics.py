@@ -78,9 +78,26 @@ def resolve_metrics(spec: MetricSpec) -> dict[str, MetricFunction | StatefulMetr
     return dict(spec)
 
 
+def check_metrics(spec: MetricSpec, eval_loader: object) -> None:
+    """Check, before anything is trained, what ``train`` is to measure after each epoch.
+
+    Raises:
+        ConfigError: As `resolve_metrics`, or there is nothing to measure it on.
+    """
+    resolve_metrics(spec)
+    if spec and eval_loader is None:
+        raise ConfigError(
+            "train: metrics= are for an evaluation after each epoch, and there is no eval_loader=; give one, or leave "
+            "metrics= to sliced.evaluate(loader, metrics=...)"
+        )
+
+
 def _known(name: str) -> MetricFunction:
     if name not in _BY_NAME:
-        raise ConfigError(f"metrics: unknown name {name!r}{nearest(str(name), _BY_NAME)} (known: {sorted(_BY_NAME)})")
+        raise ConfigError(
+            f"metrics: unknown name {name!r}{nearest(str(name), _BY_NAME)} (known: {', '.join(sorted(_BY_NAME))}); "
+            'others are given as functions: metrics={"name": lambda output, target: ...}'
+        )
     return _BY_NAME[name]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +19,14 @@ from torchslicer.schedule import generate
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_OF_OPTIMIZER = ("optimizer", 'an option of the optimizer goes there: optimizer={"name": "SGD", "params": {"lr": 0.1}}')
+_NUMBER = ("n", "the number of stages is n=")
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "momentum", "weight_decay", "betas"), _OF_OPTIMIZER),
+    **dict.fromkeys(("stages", "num_stages", "n_stages"), _NUMBER),
+}
+"""Keywords that somebody used to other libraries may try: the keyword that stands for it here, and what to write."""
 
 
 def names_checked(
@@ -52,7 +60,7 @@ width, height
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    hint = nearest(name, known) or "."
+                    hint = nearest(name, known) or _elsewhere(name, known)
                     keywords = ", ".join(known)
                     raise UnknownArgumentError(f"{call}: unknown keyword {name!r}{hint} Keywords are {keywords}")
             return function(*args, **kwargs)
@@ -60,6 +68,12 @@ width, height
         return checked
 
     return decorate
+
+
+def _elsewhere(name: str, known: Sequence[str]) -> str:
+    """Say where a keyword that other libraries have belongs here."""
+    target, remedy = _ELSEWHERE.get(name, ("", ""))
+    return f"; {remedy}." if target in known else "."
 
 
 def _keywords(function: Callable[..., Any]) -> list[str]:

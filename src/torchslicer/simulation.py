@@ -69,6 +69,7 @@ def simulated(
                 executor.address, names, threads=threads, trust=trust, allow_builder=allow_builder, folder=folder
             ) as workers,
         ):
+            executor.at_most = n
             workers.wait_for(lambda: len(executor.coordinator.live()), timeout_s=_START_TIMEOUT_S)
             try:
                 with _last_words(workers):

@@ -244,6 +244,18 @@ def test_counts() -> None:
         weighted.count(torch.tensor([0, 7]), 2)
 
 
+@pytest.mark.parametrize("weight", [None, torch.linspace(0.1, 1.0, 200)], ids=["", "weighted"])
+def test_labels_of_one_byte_are_never_taken_for_the_ignored_index(weight: torch.Tensor | None) -> None:
+    """Compared as bytes, 156 equals -100: the class would not be counted, and every share be wrong."""
+    criterion, output = build_criterion(nn.CrossEntropyLoss(weight=weight)), randn(N, 200)
+    target = torch.tensor([156, 3, 156, 156, 199, 156, 7, 8, 9, 10, 11], dtype=torch.uint8)
+    torch.testing.assert_close(loss_of_parts(criterion, output, target, 3), criterion.loss(output, target))
+    criterion._check_classes(output, target, None)  # as on other devices than the CPU
+    criterion._check_classes(randn(N, 300), target, None)
+    with pytest.raises(StageError, match="5 of 11 targets are no class: they are from 156 to 156, expected 0 to 155"):
+        criterion._check_classes(randn(N, 156), target.clamp(max=156), None)
+
+
 def test_everything_ignored_is_nan_as_in_torch() -> None:
     target = torch.full((N,), -100)
     criterion = build_criterion("ce")

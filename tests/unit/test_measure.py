@@ -45,7 +45,7 @@ def test_nothing_is_left_behind() -> None:
     flags = [(m.training, len(m._forward_hooks), sorted(vars(m))) for m in net.modules()]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     x = X["input"].clone()
-    measure(trace_fx(net, ["input"]), X, repeats=2)
+    measure(trace_fx(net, ["input"]), X)
     assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
     assert all(parameter.grad is gradient for parameter, gradient in zip(net.parameters(), gradients, strict=True))
     assert [(m.training, len(m._forward_hooks), sorted(vars(m))) for m in net.modules()] == flags

@@ -263,6 +263,12 @@ class Coordinator:
         with self._condition:
             return [member for _, member in sorted(self.members.items()) if member.lost is None]
 
+    def dismiss(self, nodes: Sequence[str]) -> None:
+        """Take note that these workers are about to be ended from here: nobody need be warned that they go."""
+        with self._condition:
+            for member in self.members.values():
+                member.dismissed = member.dismissed or member.node in nodes
+
     def _missing(self, count: int, timeout_s: float) -> TorchSlicerError:
         address = self._listeners[0].address if self._listeners else ""
         how = self.how_to_start or f"torchslicer worker --coordinator {address or 'HOST:PORT'}"
@@ -306,7 +312,7 @@ class Coordinator:
             if self.members.get(member.node) is member:
                 del self.members[member.node]
             self._condition.notify_all()
-        if first and not self._ending and not self._closed.is_set():
+        if first and not (member.dismissed or self._ending or self._closed.is_set()):
             logger.warning("%s is gone: %s", member, error)
         self.inbox.trouble(member)
         member.control.close(timeout_s=0)

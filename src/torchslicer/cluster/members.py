@@ -37,6 +37,7 @@ class Member:
         busy: Generation of the run that it was given and has not let go of.
         stage: The stage that it holds in the current run, or held in the last.
         doing: What it said in its last heartbeat that it is doing.
+        dismissed: Whether it is being ended from here, so that its going is no news.
     """
 
     hello: Hello
@@ -46,6 +47,7 @@ class Member:
     busy: int | None = None
     stage: int | None = None
     doing: str = field(default="", repr=False)
+    dismissed: bool = field(default=False, repr=False)
 
     @property
     def node(self) -> str:

@@ -88,7 +88,10 @@ def unknown_key(loc: Loc, model: type[BaseModel]) -> str:
     if len(loc) <= 2 and home is not None:
         return f"unknown key; '{word}' belongs to the section '{home}' ({home}.{word})"
     known = sorted(_known(loc[:-1], model))
-    return f"unknown key{nearest(word, known)} (known here: {', '.join(known)})"
+    hint = nearest(word, known)
+    if not hint and "params" in known:
+        hint = f'; an option of it goes under params: {{"name": ..., "params": {{"{word}": ...}}}}'
+    return f"unknown key{hint} (known here: {', '.join(known)})"
 
 
 def _sections(model: type[BaseModel]) -> dict[str, Iterable[str]]:

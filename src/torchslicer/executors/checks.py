@@ -7,10 +7,34 @@ from collections.abc import Sequence
 from torchslicer.cluster.members import Member
 from torchslicer.cluster.part import ShippedPart
 from torchslicer.cluster.shipping.allow import Allowed
-from torchslicer.errors import ShippingError, SliceError
+from torchslicer.errors import ConfigError, ShippingError, SliceError
 from torchslicer.executors.base import Cut
 from torchslicer.pipeline.batchnorm import training_batch_norms
 from torchslicer.pipeline.stage import inputs_of_stage
+
+
+def check_enough(stages: int, *, at_most: int | None, peers: Sequence[str] | None, hosted: int) -> None:
+    """Check, before any process starts and before anything is waited for, that every stage can get a worker.
+
+    Args:
+        stages: How many there are.
+        at_most: How many workers there can be, where that is known.
+        peers: The list of those to be dialled, if there is one.
+        hosted: Stages that a process of this machine holds, beside the list.
+
+    Raises:
+        ConfigError: There can never be enough.
+    """
+    if at_most is not None and stages > at_most:
+        raise ConfigError(
+            f"{stages} stages need {stages} workers, and only {at_most} were started; start more, as in "
+            f"simulated({stages}), or cut into fewer stages"
+        )
+    if peers is not None and len(peers) < stages - hosted:
+        beside = " beside the one of this machine" if hosted else ""
+        raise ConfigError(
+            f"{stages} stages need {stages - hosted} peers{beside}, the list has {len(peers)}: {list(peers)}"
+        )
 
 
 def check_statistics(cut: Cut) -> None:

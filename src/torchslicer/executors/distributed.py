@@ -22,7 +22,7 @@ from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
-from torchslicer.executors.checks import check_builders, check_inputs_stay, check_statistics
+from torchslicer.executors.checks import check_builders, check_enough, check_inputs_stay, check_statistics
 from torchslicer.executors.described import choose_address, choose_discovery, discovery_timeout_s
 from torchslicer.executors.hosted import HostedStage
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
@@ -86,6 +86,7 @@ class DistributedExecutor:
     Attributes:
         workers: Names of registered workers that the next runs use, in the order of stages; by default the first ones
             by name.
+        at_most: How many workers there can be, where no others can come; more stages are refused at once.
 
     Raises:
         SecurityError: What was asked is not safe; the message names the ways out.
@@ -128,6 +129,7 @@ class DistributedExecutor:
         self.same_host = same_host
         self.free_local_weights = free_local_weights
         self.workers: Sequence[str] | None = None
+        self.at_most: int | None = None
         self.stall_timeout_s = stall_timeout_s
         self.run_id = self.discovery.run_id or self.config.run_id
         self.protection = given_protection(self.config, tls=tls, insecure=insecure)
@@ -178,6 +180,9 @@ class DistributedExecutor:
             ShippingError: Something of the model cannot be carried to another process.
             WorkerFailureError: Workers did not come, or failed.
         """
+        hosted = int(self._host is not None)
+        peers = self.discovery.peers if isinstance(self.discovery, StaticDiscovery) else None
+        check_enough(cut.num_stages, at_most=self.at_most, peers=peers, hosted=hosted)
         check_statistics(cut)
         if self._host is not None:
             check_inputs_stay(cut)
@@ -227,12 +232,7 @@ class DistributedExecutor:
     def _dialled(self, count: int) -> list[Member]:
         """Connect to the listed workers, in the order of the list."""
         peers = list(self.discovery.peers)  # type: ignore[union-attr]
-        if len(peers) < count:
-            raise ConfigError(f"{count} stages need {count} peers{self._here()}, the list has {len(peers)}: {peers}")
         return [self._dial(address) for address in peers[:count]]
-
-    def _here(self) -> str:
-        return "" if self._host is None else " beside the one of this machine"
 
     def _dial(self, address: str) -> Member:
         for member in self.coordinator.live():

@@ -64,5 +64,6 @@ class HostedStage:
     def stop(self) -> None:
         """End the process."""
         if self._workers is not None:
+            self._coordinator.dismiss(self._workers.names)
             self._workers.stop()
         self._workers = None

@@ -10,6 +10,7 @@ from torchslicer.graph.model import ModelGraph
 from torchslicer.partition.optimal import cut_positions
 
 _MOST_HINTS = 5
+_SHOWN_UNITS = 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NEXT_UNIT_FROM = 1023.95  # what would print as 1024.0
 
@@ -108,8 +109,15 @@ def _start_of(graph: ModelGraph, name: object) -> int:
             return unit.index
     whole = (unit.name for unit in graph.units if unit.kind != "functions")
     kept_whole = next((path for path in whole if name.startswith(path + ".")), None)
-    inside = f"; {kept_whole!r} is one unit and cannot be cut inside" if kept_whole else nearest(name, _paths(graph))
+    inside = f"; {kept_whole!r} is one unit and cannot be cut inside" if kept_whole else _meant(graph, name)
     raise SliceError(f"no unit of {model_name(graph)} is or lies in a module {name!r}{inside}")
+
+
+def _meant(graph: ModelGraph, name: str) -> str:
+    """Say which module was meant, or, where none is near, which there are."""
+    units = [unit.name for unit in graph.units if unit.kind != "functions"]
+    shown = ", ".join(units[:_SHOWN_UNITS]) + (", ..." if len(units) > _SHOWN_UNITS else "")
+    return nearest(name, _paths(graph)) or f"; its units are {shown}"
 
 
 def _paths(graph: ModelGraph) -> list[str]:

@@ -108,9 +108,8 @@ def resolve_strategy(spec: str | Cutter | type) -> tuple[Strategy, str]:
     elif callable(spec):
         found, name = spec, next((key for key, value in _REGISTRY.items() if value is spec), _name_of(spec))
     else:
-        raise ConfigError(
-            f"strategy: expected a name, a callable or a class, got {spec!r}; names of modules to cut at go to cuts="
-        )
+        remedy = f"a number of stages goes to n={spec}" if type(spec) is int else "names of modules go to cuts="
+        raise ConfigError(f"strategy: expected a name, a callable or a class, got {spec!r}; {remedy}")
     return Strategy(name, _instance(found, name)), name
 
 

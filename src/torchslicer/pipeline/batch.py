@@ -219,6 +219,20 @@ def _leaves(*structures: Any) -> Iterable[Any]:
         yield from pytree.tree_leaves(structure)
 
 
+def batches_of(loader: Any) -> Iterable[Any]:
+    """Return *loader*, unless it is one tensor: taken for a loader, each of its rows would be a batch.
+
+    Raises:
+        DataError: It is a tensor or a numpy array.
+    """
+    if isinstance(loader, (torch.Tensor, np.ndarray)):
+        raise DataError(
+            f"expected a loader, which yields batches, got {describe(loader)}; if that is one batch, pass it in a list: [x]"
+        )
+    batches: Iterable[Any] = loader
+    return batches
+
+
 def describe(value: Any) -> str:
     """Return what *value* is, for messages: its kind and shape, never its contents.
 

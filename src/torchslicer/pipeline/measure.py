@@ -23,6 +23,7 @@ from torchslicer.pipeline.untouched import own_inputs, untouched
 from torchslicer.schedule import Action, ActionKind
 
 _CPU = torch.device("cpu")
+_FEWEST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 3, 20, 0.5
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,17 @@ class _SumOfOutputs:
 
 
 def measure(
-    graph: ModelGraph, inputs: Mapping[str, Any], *, loss: Loss | None = None, target: Any = None, repeats: int = 3
+    graph: ModelGraph, inputs: Mapping[str, Any], *, loss: Loss | None = None, target: Any = None
 ) -> Measured:
-    """Run a batch through *graph*, unit by unit, and take the quickest of *repeats* (after one to warm up).
+    """Run a batch through *graph*, unit by unit, and take the quickest of some repetitions (after one to warm up).
+
+    Whatever else the machine does only ever makes a repetition longer: small models, where it matters most, get more.
 
     Args:
         graph: The graph in training mode.
         inputs: One batch, by input name.
         loss: What turns the output and *target* into a loss; its time is counted with the last unit.
         target: The batch's target.
-        repeats: How often to measure.
     """
     count = len(graph.units)
     with untouched(graph.model), _preserved_gradients(graph):
@@ -65,7 +67,7 @@ def measure(
         values: dict[str, int] = {}
         activations = tuple(_forward_with_bytes(graph, runtime, work, values))
         _timed_backward(runtime, work)
-        rounds = [_one_round(runtime, work) for _ in range(max(repeats, 1))]
+        rounds = list(_rounds(runtime, work))
     return Measured(tuple(min(times) for times in zip(*rounds, strict=True)), activations, values)
 
 
@@ -79,6 +81,14 @@ def _preserved_gradients(graph: ModelGraph) -> Iterator[None]:
     finally:
         for name, parameter in graph.parameters.items():
             parameter.grad = gradients[name]
+
+
+def _rounds(runtime: Runtime, work: list[Work]) -> Iterator[list[float]]:
+    started = time.perf_counter()
+    for count in range(_MOST_ROUNDS):
+        if count >= _FEWEST_ROUNDS and time.perf_counter() - started > _ENOUGH_S:
+            return
+        yield _one_round(runtime, work)
 
 
 def _one_round(runtime: Runtime, work: list[Work]) -> list[float]:
