@@ -62,6 +62,8 @@ def built(model: Any, arguments: Mapping[str, Any] | None, pack: Pack | None) ->
         ConfigError: It is neither a name nor a model.
         ShippingError: The name leads nowhere, or no worker could call it.
     """
+    if not isinstance(arguments, Mapping | None):
+        raise ConfigError(f"slice: builder_args: expected a dictionary of keyword arguments, got {arguments!r:.80}")
     if isinstance(model, str):
         builder = Builder(model, dict(arguments or {}), pack)
         return builder.build(), builder

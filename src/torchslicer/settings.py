@@ -42,6 +42,7 @@ def names_checked(
 
     Raises:
         UnknownArgumentError: A keyword is unknown (when the function is called).
+        ConfigError: ``run_config`` is no configuration (then, too).
 
     Example:
         >>> @names_checked("area")
@@ -63,6 +64,7 @@ width, height
                     hint = nearest(name, known) or _elsewhere(name, known)
                     keywords = ", ".join(known)
                     raise UnknownArgumentError(f"{call}: unknown keyword {name!r}{hint} Keywords are {keywords}")
+            check_config(kwargs.get("run_config"))
             return function(*args, **kwargs)
 
         return checked
@@ -104,6 +106,16 @@ class TrainSettings:
 _TRAINING = (
     "epochs", "mixed_precision", "max_grad_norm", "accumulate", "recompute", "batch_norm", "seed", "target_key"
 )  # fmt: skip
+
+
+def check_config(config: Any) -> None:
+    """Check that *config* is a configuration, or none.
+
+    Raises:
+        ConfigError: It is something else, such as the name of a file.
+    """
+    if not isinstance(config, RunConfig | None):
+        raise ConfigError(f"run_config: expected a RunConfig, such as RunConfig.load('run.yaml'), got {config!r:.80}")
 
 
 def resolve_config(settings: TrainSettings, config: RunConfig | None) -> RunConfig:

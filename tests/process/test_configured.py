@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_arguments_go_before_the_configuration(caplog: pytest.LogCaptureFixture)
     config.discovery.backend = "coordinator"
     with DistributedExecutor(coordinator_addr="127.0.0.1:0", run_config=config):
         assert "discovery.peers is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"discovery": "127.0.0.1:0"}, r"discovery: expected CoordinatorDiscovery\(\.\.\.\) or .*got '127.0.0.1:0'"),
+        ({"coordinator_addr": 50054}, "coordinator_addr: expected HOST:PORT, got 50054"),
+        ({"run_config": "run.yaml"}, r"run_config: expected a RunConfig, such as RunConfig\.load.*got 'run.yaml'"),
+        ({"stall_timeout_s": "60"}, "stall_timeout_s: expected a number of seconds above 0, got '60'"),
+        ({"stall_timeout_s": float("nan")}, "stall_timeout_s: expected a number of seconds above 0, got nan"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        DistributedExecutor(**given)
 
 
 def test_a_static_configuration_without_peers_is_refused() -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import torchslicer as ts
-from tests.support.cluster import TRANSPORTS, Peers, travelling_by
+from tests.support.cluster import TRANSPORTS, Peers, listening, travelling_by
 from tests.support.driver import sliced_train, train_case
 from tests.support.models import GPT_CASE, MLP, MOE, UNET, Case
 from tests.support.nets_values import TwoInputs
 from tests.support.oracle import ADAM, SGD, assert_same_bits
 from torchslicer.cluster.links import Links
+from torchslicer.discovery import StaticDiscovery
 from torchslicer.executors.distributed import DistributedExecutor
 from torchslicer.transport.frame import FrameKind
 
@@ -110,3 +111,18 @@ def test_hosting_the_first_stage_refuses_inputs_that_other_stages_use(hosting: D
     x, late, y = torch.randn(4, 16), torch.randn(4, 16), torch.randint(4, (4,))
     with pytest.raises(ts.SliceError, match=r"stage 1 uses the input 'late'"):
         sliced_train(TwoInputs(), [(x, late, y)], SGD, "cross_entropy", n=2, slice_options={"executor": hosting})
+
+
+def test_a_list_that_is_too_short_is_refused_before_a_process_starts() -> None:
+    with DistributedExecutor(StaticDiscovery(peers=["127.0.0.1:9"]), host_stage=0) as executor:
+        with pytest.raises(
+            ts.ConfigError, match="3 stages need 2 peers beside the one of this machine, the list has 1"
+        ):
+            train_case(MLP, SGD, n=3, steps=1, slice_options={"executor": executor})
+        assert not executor.coordinator.live()
+
+
+def test_the_end_of_its_own_process_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    with listening(1) as peers, peers.driver(host_stage=0, host_threads=1) as executor:
+        train_case(MLP, SGD, n=2, steps=1, slice_options={"executor": executor})
+    assert "is gone" not in caplog.text

@@ -18,6 +18,7 @@ from tests.support.models import MLP, mlp4
 from tests.support.oracle import SGD
 from torchslicer import simulation
 from torchslicer.executors import processes
+from torchslicer.executors.distributed import DistributedExecutor
 
 pytestmark = pytest.mark.process
 
@@ -73,6 +74,12 @@ def test_what_is_wrong_with_the_cut_is_said_before_any_process_starts(monkeypatc
         ts.simulate(mlp4(), MLP.batches(1), SGD, "cross_entropy", n=99, run_dir=False)
     with pytest.raises(ts.ConfigError, match="at least one worker"), simulation.simulated(0):
         pass
+
+
+def test_more_stages_than_workers_that_can_come_are_refused_at_once(pool: DistributedExecutor) -> None:
+    sliced = ts.slice(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), n=5, executor=pool)
+    with pytest.raises(ts.ConfigError, match="5 stages need 5 workers, and only 4 were started"):
+        sliced.train([(torch.ones(2, 4), torch.ones(2, 4))], SGD, "mse", epochs=1, run_dir=False)
 
 
 def test_trust_follows_from_the_model() -> None:

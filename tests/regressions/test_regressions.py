@@ -546,3 +546,16 @@ def test_a_number_changed_before_predicting() -> None:
     model.factor = 3.0  # type: ignore[assignment]
     x = torch.randn(4, 16)
     assert torch.equal(sliced.predict([x]), model.eval()(x))
+
+
+def test_a_file_name_given_for_a_configuration_is_named() -> None:
+    model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [(torch.ones(2, 2), torch.ones(2, 2))]
+    says = r"run_config: expected a RunConfig, such as RunConfig\.load.*got 'run\.yaml'"
+    with pytest.raises(ts.ConfigError, match=says):
+        ts.slice(model, run_config="run.yaml")  # type: ignore[arg-type]
+    with pytest.raises(ts.ConfigError, match=says):
+        ts.slice(model).train(batches, "SGD", "mse", run_config="run.yaml")  # type: ignore[arg-type]
+    with pytest.raises(ts.ConfigError, match=says):
+        ts.simulate(model, batches, "SGD", "mse", run_config="run.yaml")
+    with pytest.raises(ts.ConfigError, match="builder_args: expected a dictionary of keyword arguments, got "):
+        ts.slice("tests.support.models:GPT", builder_args=[1])  # type: ignore[arg-type]

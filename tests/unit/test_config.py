@@ -168,6 +168,7 @@ def test_attributes_are_assignable_and_checked() -> None:
         ("training", "optimizer", 3, "training.optimizer: expected a name or a mapping"),
         ("training", "optimizer", {"params": {}}, "training.optimizer.name: this key is required"),
         ("training", "optimizer", {"name": "SGD", "parms": {}}, "training.optimizer.parms: unknown key; did you mean"),
+        ("training", "optimizer", {"name": "SGD", "lr": 1}, "lr: unknown key; an option of it goes under params"),
         (
             "training",
             "optimizer",

@@ -155,6 +155,7 @@ def test_experiment_config_names_the_file_when_none_is_given(tmp_path: Path, mon
         ("TORCHSLICER_PIPELNE__N_MICRO", "2", "no such setting; did you mean 'TORCHSLICER_PIPELINE__N_MICRO'?"),
         ("TORCHSLICER_TRAINING__EPOCH", "2", "no such setting; did you mean 'TORCHSLICER_TRAINING__EPOCHS'?"),
         ("TORCHSLICER_TRAINING__OPTIMIZER", '{"name": ', "training.optimizer: expected a name or a JSON object"),
+        ("TORCHSLICER_TRAINING__OPTIMIZER", '{"a":' * 20_000, "training.optimizer: expected a name or a JSON object"),
     ],
 )
 def test_variables_that_cannot_be_used(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ def test_names_cut_before_the_first_unit_inside(names: list[str], starts: tuple[
     ("names", "says"),
     [
         (["layr2"], r"Net is or lies in a module 'layr2'; did you mean 'layer2'\?"),
+        (["head"], "'head'; its units are conv1, layer1.0.conv, .*, fc"),
         (["conv1.weight"], "'conv1' is one unit and cannot be cut inside"),
         (["layer"], "a module 'layer'; did you mean"),
         (["conv1"], "'conv1' falls before the first unit"),

@@ -76,9 +76,12 @@ def test_unknown_names_are_refused_with_the_nearest_and_all() -> None:
     assert {"uniform", "parameters", "param_balanced", "memory", "time"} <= set(strategy_names())
 
 
-@pytest.mark.parametrize("spec", [3, None, ["layer1"]])
-def test_what_is_no_strategy_is_refused(spec: Any) -> None:
-    with pytest.raises(ConfigError, match="names of modules to cut at go to cuts="):
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [(3, "a number of stages goes to n=3"), (None, "names of modules to cut at go to cuts="), (["a"], "go to cuts=")],
+)
+def test_what_is_no_strategy_is_refused(spec: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         resolve_strategy(spec)
 
 

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import torchslicer as ts
-from torchslicer.errors import ConfigError
+from torchslicer.errors import ConfigError, DataError
 from torchslicer.settings import TrainSettings, build_options, resolve_config, schedule_of
 
 
@@ -94,6 +96,8 @@ def small() -> ts.SlicedModel:
         (lambda: small().evaluate([], metric="accuracy"), "evaluate: .*did you mean 'metrics'"),
         (lambda: small().predict([], batch=3), "predict: unknown keyword 'batch'. Keywords are loader, concatenate"),
         (lambda: small().gradients((), "mse", microbatches=2), "did you mean 'num_microbatches'"),
+        (lambda: small().train([], "sgd", "mse", lr=0.1), 'unknown keyword \'lr\'; .*{"name": "SGD", "params": {"lr"'),
+        (lambda: ts.slice(nn.Linear(1, 1), stages=2), "unknown keyword 'stages'; the number of stages is n="),
         (lambda: ts.simulate(nn.Linear(1, 1), [], max_gradnorm=1.0), "simulate: .*did you mean 'max_grad_norm'"),
     ],
 )
@@ -114,3 +118,25 @@ def test_checked_functions_show_their_own_signature(function: Any) -> None:
 def test_what_is_missing_is_python_s_own_error() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'loader'"):
         small().train()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"metrics": ["acuracy"], "eval_loader": []}, "did you mean 'accuracy'"),
+        ({"metrics": ["accuracy"]}, "there is no eval_loader="),
+    ],
+)
+def test_wrong_metrics_are_refused_before_anything_is_trained(options: dict[str, Any], says: str) -> None:
+    sliced, batch = small(), (torch.ones(3, 2), torch.zeros(3, dtype=torch.long))
+    before = sliced.state_dict()
+    with pytest.raises(ConfigError, match=says):
+        sliced.train([batch], "sgd", "cross_entropy", epochs=1, run_dir=False, **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sliced.state_dict().items())
+
+
+@pytest.mark.parametrize("batch", [torch.ones(3, 2), np.ones((3, 2), dtype=np.float32)])
+def test_a_tensor_is_no_loader_but_a_batch_of_one(batch: Any) -> None:
+    with pytest.raises(DataError, match=r"got (tensor|ndarray) of shape \(3, 2\); .* pass a list of it"):
+        small().predict(batch)
+    assert small().predict([batch]).shape == (3, 2)

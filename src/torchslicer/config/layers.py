@@ -154,12 +154,12 @@ def _from_text(text: str, path: Path, model: type[BaseModel], place: str) -> Any
     if path[-1] in _JSON_KEYS and text.startswith("{"):
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place}: {dotted(path)}: expected a name or a JSON object: {error}") from None
     if path[-1] in _LIST_KEYS and text.startswith("["):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text  # "[::1]:50051, host:50051" is a list of addresses too
     return text
 

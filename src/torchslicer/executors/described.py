@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
@@ -13,6 +14,30 @@ logger = logging.getLogger("torchslicer.distributed")
 Discovery = CoordinatorDiscovery | StaticDiscovery
 
 _HERE = "127.0.0.1:0"
+
+
+def check_arguments(discovery: Any, coordinator_addr: Any, run_config: Any, stall_timeout_s: Any) -> None:
+    """Check the kinds of what a program gives to an executor.
+
+    Raises:
+        ConfigError: One is of another kind.
+
+    Example:
+        >>> check_arguments("127.0.0.1:50054", None, None, 600.0)
+        Traceback (most recent call last):
+        torchslicer.errors.ConfigError: discovery: expected CoordinatorDiscovery(...) or StaticDiscovery(...), got ...
+    """
+    _check("discovery", discovery, Discovery | None, "CoordinatorDiscovery(...) or StaticDiscovery(...)")
+    _check("coordinator_addr", coordinator_addr, str | None, "HOST:PORT")
+    _check("run_config", run_config, RunConfig | None, "a RunConfig, such as RunConfig.load('run.yaml')")
+    _check("stall_timeout_s", stall_timeout_s, int | float, "a number of seconds above 0")
+    if not stall_timeout_s > 0:
+        raise ConfigError(f"stall_timeout_s: expected a number of seconds above 0, got {stall_timeout_s}")
+
+
+def _check(name: str, value: Any, kinds: Any, expected: str) -> None:
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name}: expected {expected}, got {value!r:.80}")
 
 
 def choose_discovery(given: Discovery | None, config: RunConfig) -> Discovery:

@@ -20,10 +20,10 @@ from torchslicer.cluster.part import ModeCut, ShippedPart, built_stages, encode_
 from torchslicer.cluster.run import ClusterRun, RunSettings
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
-from torchslicer.errors import ConfigError, TransportError, WorkerFailureError
+from torchslicer.errors import ConfigError, DeadlineError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
 from torchslicer.executors.checks import check_builders, check_enough, check_inputs_stay, check_statistics
-from torchslicer.executors.described import choose_address, choose_discovery, discovery_timeout_s
+from torchslicer.executors.described import check_arguments, choose_address, choose_discovery, discovery_timeout_s
 from torchslicer.executors.hosted import HostedStage
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
 from torchslicer.executors.protect import (
@@ -89,6 +89,7 @@ class DistributedExecutor:
         at_most: How many workers there can be, where no others can come; more stages are refused at once.
 
     Raises:
+        ConfigError: An argument is of another kind, or contradicts another.
         SecurityError: What was asked is not safe; the message names the ways out.
 
     Example:
@@ -115,6 +116,7 @@ class DistributedExecutor:
         free_local_weights: bool = False,
         stall_timeout_s: float = 600.0,
     ) -> None:
+        check_arguments(discovery, coordinator_addr, run_config, stall_timeout_s)
         self.config = run_config or RunConfig()
         self.discovery = choose_discovery(discovery, self.config)
         coordinator_addr = choose_address(coordinator_addr, run_config)
@@ -248,7 +250,8 @@ class DistributedExecutor:
                 check_trust(error, f"the peer at {address} and this driver", self.protection)
                 if time.monotonic() > deadline:
                     check_plain(address, self.protection)
-                    raise WorkerFailureError(f"no worker listens at {address}: {error}") from error
+                    busy = "; perhaps it serves another driver" if isinstance(error, DeadlineError) else ""
+                    raise WorkerFailureError(f"no worker listens at {address}: {error}{busy}") from error
                 time.sleep(_RETRY_S)
             else:
                 member.dialled = address

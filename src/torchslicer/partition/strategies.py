@@ -108,9 +108,14 @@ def resolve_strategy(spec: str | Cutter | type) -> tuple[Strategy, str]:
     elif callable(spec):
         found, name = spec, next((key for key, value in _REGISTRY.items() if value is spec), _name_of(spec))
     else:
-        remedy = f"a number of stages goes to n={spec}" if type(spec) is int else "names of modules go to cuts="
-        raise ConfigError(f"strategy: expected a name, a callable or a class, got {spec!r}; {remedy}")
+        raise ConfigError(f"strategy: expected a name, a callable or a class, got {spec!r}; {_remedy(spec)}")
     return Strategy(name, _instance(found, name)), name
+
+
+def _remedy(spec: object) -> str:
+    """Say where what was given as the strategy belongs."""
+    number = isinstance(spec, int)  # slice(model, 3)
+    return f"a number of stages goes to n={spec}" if number else "names of modules to cut at go to cuts="
 
 
 @register_strategy("uniform")

@@ -227,7 +227,8 @@ def batches_of(loader: Any) -> Iterable[Any]:
     """
     if isinstance(loader, (torch.Tensor, np.ndarray)):
         raise DataError(
-            f"expected a loader, which yields batches, got {describe(loader)}; if that is one batch, pass it in a list: [x]"
+            f"expected a loader, which yields batches, got {describe(loader)}; if that is one batch, "
+            "pass a list of it: [x]"
         )
     batches: Iterable[Any] = loader
     return batches

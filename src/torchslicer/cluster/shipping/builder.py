@@ -154,9 +154,13 @@ def _check_json(reference: str, value: Any, depth: int = 0) -> None:
     if depth > 16:
         raise ShippingError(f"builder '{reference}': its arguments are nested too deeply")
     if type(value) is dict and all(type(key) is str for key in value):
-        value = list(value.values())
+        value = [item for entry in value.items() for item in entry]
     if type(value) is list:
         for item in value:
             _check_json(reference, item, depth + 1)
+    elif type(value) is int and value.bit_length() > 64:
+        raise ShippingError(f"builder '{reference}': an argument is an integer of more than 64 bits; give it as text")
+    elif type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ShippingError(f"builder '{reference}': an argument is no Unicode text: {value!r:.80}")
     elif value is not None and type(value) not in (bool, int, float, str):
         raise ShippingError(f"builder '{reference}': an argument is a {type(value).__name__}; use what JSON has")
