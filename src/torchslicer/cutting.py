@@ -263,6 +263,10 @@ def _check_ready(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise SliceError(f"parameter '{name}' has no shape yet (a lazy module); run the model on a batch first")
+        if parameter.is_meta:
+            raise SliceError(
+                f"parameter '{name}' has no values (device meta); give it some first: model.to_empty(device=...)"
+            )
 
 
 def _untraceable(graph: ModelGraph, num_stages: int) -> str:

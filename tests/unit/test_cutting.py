@@ -73,6 +73,13 @@ def test_verification_can_be_switched_off() -> None:
     assert cutter(Lies(), example=torch.randn(4, 16), verify=False).cut.num_stages == 2
 
 
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = mlp4()
+    with pytest.raises(SliceError, match="has no values"):
+        ts.slice(model, n=2)
+
+
 def test_time_is_measured_where_there_is_an_example() -> None:
     assert cutter(mlp4(), 2, torch.randn(4, 16), strategy="time").measured is not None
     assert cutter(mlp4(), 2, torch.randn(4, 16), strategy="parameters").measured is None

@@ -43,9 +43,7 @@ class _SumOfOutputs:
         return sum((leaf.float().mean() for leaf in leaves), torch.zeros(()))
 
 
-def measure(
-    graph: ModelGraph, inputs: Mapping[str, Any], *, loss: Loss | None = None, target: Any = None
-) -> Measured:
+def measure(graph: ModelGraph, inputs: Mapping[str, Any], *, loss: Loss | None = None, target: Any = None) -> Measured:
     """Run a batch through *graph*, unit by unit, and take the quickest of some repetitions (after one to warm up).
 
     Whatever else the machine does only ever makes a repetition longer: small models, where it matters most, get more.
