@@ -135,24 +135,31 @@ def run_worker(
             protection=protection,
             folder=None if socket_folder is None else Path(socket_folder),
         )
-        settings = WorkerSettings(
-            node=node,
-            device=chosen,
-            threads=threads or 0,
-            tags=tuple(network.worker_tags if tags is None else tags),
-            trusted=tuple(trust),
-            builders=tuple(allow_builder),
-        )
-        worker = ending.worker = Worker(settings, hub, protection=protection)
-        if ending.event.is_set():
-            worker.stop()
-        try:
-            if coordinator is not None:
-                _serve_coordinator(worker, coordinator, protection, once=once)
-            elif listen is not None:
-                _serve_drivers(worker, listen, protection, once=once)
-        finally:
-            hub.close()
+        tags = network.worker_tags if tags is None else tags
+        settings = WorkerSettings(node, chosen, threads or 0, tuple(tags), tuple(trust), tuple(allow_builder))
+        _serve(settings, hub, ending, coordinator=coordinator, listen=listen, protection=protection, once=once)
+
+
+def _serve(
+    settings: WorkerSettings,
+    hub: Hub,
+    ending: Ending,
+    *,
+    coordinator: str | None,
+    listen: str | None,
+    protection: Protection,
+    once: bool,
+) -> None:
+    worker = ending.worker = Worker(settings, hub, protection=protection)
+    if ending.event.is_set():
+        worker.stop()
+    try:
+        if coordinator is not None:
+            _serve_coordinator(worker, coordinator, protection, once=once)
+        elif listen is not None:
+            _serve_drivers(worker, listen, protection, once=once)
+    finally:
+        hub.close()
 
 
 def _counterpart(
