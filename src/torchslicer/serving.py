@@ -127,6 +127,8 @@ def run_worker(
             return
         if coordinator is not None:
             _warn(protection.check_connect(coordinator).warnings)
+        if listen is not None:
+            protection.check_bind(listen, "peer")  # before the data ports, whose ways out are not a peer's
         hub = _open_hub(
             bind or _default_bind(coordinator or listen or ""),
             ports,

@@ -157,6 +157,8 @@ def _half_opt_in(argument: bool, environment: bool) -> tuple[str, ...]:
 
 
 def _ways_out(role: Role, tls: bool, token: bool) -> str:
+    if role == "peer":
+        return WAYS_OUT  # there is no coordinator to join
     if role != "coordinator":
         return "join a coordinator (--join, TORCHSLICER_JOIN), or " + WAYS_OUT
     own = "leave the token out too, and the coordinator makes certificates of its own, or " if token and not tls else ""
