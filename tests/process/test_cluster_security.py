@@ -116,6 +116,7 @@ def secured() -> Iterator[Secured]:
             first.process.stdin.flush()
             for worker in (first, second):
                 worker.wait_for("registered with the coordinator", timeout_s=120)
+            executor.coordinator.wait_for(2, timeout_s=60)
             yield Secured(executor, token, (first, second))
 
 

@@ -102,7 +102,7 @@ def test_a_refusal_names_the_three_ways_out(role):
     assert "0.0.0.0:5" in text
     for way in ("torchslicer certs init", "ssh -L", "WireGuard", "insecure=True", "TS_INSECURE=1"):
         assert way in text
-    assert ("--join" in text) is (role != "coordinator")
+    assert ("--join" in text) is (role == "worker")
 
 
 @pytest.mark.parametrize("address", LOOPBACK)

@@ -155,8 +155,8 @@ class Coordinator:
             raise
         with self._condition:
             self.members[member.node] = member
+            self._start(self._read, member)  # whoever is woken finds it read
             self._condition.notify_all()
-        self._start(self._read, member)
         hello = member.hello
         threads = hello.threads or "shared with other workers of its host"
         logger.info("%s registered: %s, %d cores, threads: %s", member, hello.device, hello.cores, threads)
