@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -350,9 +348,11 @@ class DistributedExecutor:
 
 
 def _import_ahead() -> None:
-    """Import, while the workers start, what the first optimizer of a process imports: it takes seconds."""
-    if "torch._dynamo" not in sys.modules:
-        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+    """Import, while the workers start, what the first optimizer of a process imports: it takes seconds.
+
+    In the caller's thread: two threads that import parts of torch at the same time may meet half-made modules.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 class _Rate:
