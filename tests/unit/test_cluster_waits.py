@@ -175,6 +175,21 @@ def test_what_belongs_to_another_run_is_dropped(inbox: Inbox, ends: tuple[Channe
     assert len(inbox) == 0
 
 
+def test_the_end_of_a_step_is_waited_for(inbox: Inbox, ends: tuple[Channel, Channel]) -> None:
+    a, b = begin(inbox, ends)
+    inbox.wait_stepped(b, 3, timeout_s=0)  # nobody has stepped yet: the first step of a run
+    inbox.put(a, Stepped(generation=1, step=3), [])
+    started = time.monotonic()
+    inbox.wait_stepped(b, 3, timeout_s=0.1)  # another one has
+    assert time.monotonic() - started >= 0.1
+    inbox.put(b, Stepped(generation=1, step=3), [])
+    started = time.monotonic()
+    inbox.wait_stepped(b, 3, timeout_s=60)
+    inbox.put(a, failed(), [])
+    inbox.wait_stepped(b, 4, timeout_s=60)  # a failure is not waited out
+    assert time.monotonic() - started < 30
+
+
 def test_a_stall_names_who_computes(inbox: Inbox, ends: tuple[Channel, Channel]) -> None:
     a, b = begin(inbox, ends)
     a.doing, b.doing = "waits for a gradient", "computes: step 3 (for 9 s)"

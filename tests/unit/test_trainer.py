@@ -18,8 +18,18 @@ from tests.support.models import MLP
 from tests.support.oracle import SGD, Result, assert_same_bits, snapshot
 from torchslicer.errors import CallbackError, DataError, NonFiniteLossError, StageError
 from torchslicer.runlog import read_metrics
+from torchslicer.trainer import _Ahead
 
 Options = dict[str, Any]
+
+
+def test_what_was_looked_at_ahead_still_comes() -> None:
+    steps: list[list[Any]] = [["a"], ["b"], ["c"]]
+    ahead, seen = _Ahead(iter(steps)), list[Any]()
+    for step in ahead:
+        seen.append((step, ahead.peek() if step != ["b"] else "not asked"))
+    assert seen == [(["a"], ["b"]), (["b"], "not asked"), (["c"], None)]
+    assert ahead.peek() is None
 
 
 class Breaks(nn.Module):

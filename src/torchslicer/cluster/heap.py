@@ -1,8 +1,8 @@
 """What the C library does with memory that a worker has freed.
 
 A step allocates and frees the same tensors again and again. By default glibc gives the end of its heap back to the
-system each time and asks for it anew, and every page is then cleared and mapped again: 3 to 10 % of a step that moves
-much and computes little. During a run it keeps what was freed; afterwards all goes back.
+system each time and asks for it anew, and every page is then cleared and mapped again, hundreds in a step. During a run
+it keeps what was freed; afterwards all goes back.
 """
 
 from __future__ import annotations
