@@ -9,17 +9,21 @@ The peers need an environment of their own (see README.md). Every run is a fresh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PLAIN = ("plain_t1", "plain_t2")
 OURS = ("ours_plain", "ours_gpipe4", "ours_1f1b4", "ours_1f1b8", "ours_tcp_1f1b4", "ours_grpc_1f1b4")
+P2P = ("ours_p2p_1f1b4", "ours_p2p_1f1b8", "ours_p2p_tcp_1f1b4", "ours_p2p_grpc_1f1b4")
 PEERS = ("ts_grpc_gpipe4", "ts_tcp_gpipe4", "pp_gpipe4", "pp_1f1b4", "pp_1f1b8")
 PEER_CODE = """
 import json, os, sys
@@ -58,41 +62,28 @@ def ours(name: str, kind: str) -> dict:
     from workloads import OPTIMIZER, Loader, build_model
 
     import torchslicer as ts
-    from torchslicer.discovery import CoordinatorDiscovery
-    from torchslicer.executors.distributed import DistributedExecutor
-    from torchslicer.executors.processes import LocalWorkers
 
     torch.set_num_threads(1)
-    transport, schedule, count = CONFIGURATIONS[kind]
+    transport, schedule, count = CONFIGURATIONS[kind.replace("p2p_", "")]
     model, loader = build_model(name), Loader(name)
-    example = next(iter(loader))
-    loader.epoch = 0
+    # Times are taken on a batch of the size that stages will get: how units compare depends on it.
+    example = tuple(tensor[: len(tensor) // count] for tensor in loader.batches[0])
     started = time.perf_counter()
     arguments = {"transport": "tcp"} if transport == "unix" else {"transport": transport, "same_host": False}
-    executor = DistributedExecutor(CoordinatorDiscovery(), "127.0.0.1:0", **arguments)
-    try:
-        with LocalWorkers(executor.address, ["w0", "w1"], threads=1, trust=["workloads"]) as workers:
-            executor.coordinator.wait_for(2, timeout_s=120)
-            first = {}
-            callback = first_step(ts, first)
-            sliced = ts.slice(
-                model, strategy="time", n=2, executor=executor, example=example, criterion="cross_entropy"
-            )
-            up = time.perf_counter()
-            history = sliced.train(
-                loader,
-                OPTIMIZER,
-                "cross_entropy",
-                epochs=2,
-                schedule=schedule,
-                num_microbatches=count,
-                callbacks=[callback],
-                run_dir=False,
-            )
-            rss = {f"w{i}": peak_mb(pid) for i, pid in enumerate(workers.pids)} | {"main": peak_mb("self")}
-            executor.close(shut_workers=True)
-    finally:
-        executor.close()
+    with (driver_and_peer if kind in P2P else coordinator_and_workers)(arguments) as (executor, pids):
+        sliced = ts.slice(model, strategy="time", n=2, executor=executor, example=example, criterion="cross_entropy")
+        up, first = time.perf_counter(), {}
+        history = sliced.train(
+            loader,
+            OPTIMIZER,
+            "cross_entropy",
+            epochs=2,
+            schedule=schedule,
+            num_microbatches=count,
+            callbacks=[first_step(ts, first)],
+            run_dir=False,
+        )
+        rss = {f"w{i}": peak_mb(pid) for i, pid in enumerate(pids)} | {"main": peak_mb("self")}
     return {
         "rate": history[1]["samples_per_s"],
         "loss": history[1]["loss"],
@@ -101,6 +92,42 @@ def ours(name: str, kind: str) -> dict:
         "stages": [len(stage.units) for stage in sliced.plan.stages],
         "total_s": time.perf_counter() - started,
     }
+
+
+@contextlib.contextmanager
+def coordinator_and_workers(arguments: dict) -> Iterator:
+    """This process coordinates two workers."""
+    from torchslicer.discovery import CoordinatorDiscovery
+    from torchslicer.executors.distributed import DistributedExecutor
+    from torchslicer.executors.processes import LocalWorkers
+
+    with (
+        DistributedExecutor(CoordinatorDiscovery(), "127.0.0.1:0", **arguments) as executor,
+        LocalWorkers(executor.address, ["w0", "w1"], threads=1, trust=["workloads"]) as workers,
+    ):
+        executor.coordinator.wait_for(2, timeout_s=120)
+        yield executor, workers.pids
+        executor.close(shut_workers=True)
+
+
+@contextlib.contextmanager
+def driver_and_peer(arguments: dict) -> Iterator:
+    """This process holds the first stage, a peer the second."""
+    from torchslicer.discovery import StaticDiscovery
+    from torchslicer.executors.distributed import DistributedExecutor
+
+    command = [sys.executable, "-m", "torchslicer.cli", "worker", "--listen", "127.0.0.1:0", "--threads", "1"]
+    options = ["--trust", "workloads", "--exit-with-stdin"]
+    with subprocess.Popen(
+        [*command, *options], stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as peer:
+        address = next(line.rsplit(" ", 1)[-1].strip() for line in peer.stderr if "listening for a driver on" in line)
+        threading.Thread(target=peer.stderr.read, daemon=True).start()
+        with DistributedExecutor(
+            StaticDiscovery(peers=[address]), host_stage=0, host_threads=1, **arguments
+        ) as executor:
+            yield executor, [peer.pid]
+        peer.stdin.close()
 
 
 def first_step(ts, first: dict):
@@ -131,7 +158,8 @@ def one(name: str, kind: str, options: argparse.Namespace) -> dict:
         command = [options.peer, "-c", PEER_CODE, options.peer_scripts, name, kind]
     else:
         command = [sys.executable, __file__, "--child", kind, name]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    # Not for the peers: the public package has our module's name.
+    path = "" if kind in PEERS else os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "2" if kind == "plain_t2" else "1",
@@ -183,7 +211,7 @@ def main() -> None:
         print("RESULT " + json.dumps(run))
         return
     names = options.names or (["ewise"] if options.quick else ["gpt", "resnet", "mlp", "ewise"])
-    kinds = [*PLAIN, *OURS, *(PEERS if options.peer else ())]
+    kinds = [*PLAIN, *OURS, *P2P, *(PEERS if options.peer else ())]
     kinds = [kind for kind in kinds if not options.only or kind in (*PLAIN[:1], *options.only.split(","))]
     results: dict = {name: {kind: [] for kind in kinds} for name in names}
     for number in range(1 if options.quick else options.rounds):

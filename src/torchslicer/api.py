@@ -62,7 +62,7 @@ def slice(  # noqa: A001 - the public name of the library's main function
         pack: ``(model) -> list of modules``, for models that cannot be traced; the list is taken as it is.
         cuts: Names of modules; a cut falls just before each. Leaves nothing for *strategy* to choose.
         example: Inputs (or a batch) like those to come. Lets `torch.export` have a try, verification happen now, and
-            costs be measured.
+            costs be measured; for *strategy* ``"time"`` best of the size of a micro-batch.
         criterion: As in ``train``. Lets the time of the loss count when *strategy* ``"time"`` measures *example*, which
             then is a batch with its target; the loss belongs to the last stage.
         devices: One device for all stages, or one a stage; by default where the model is.

@@ -36,6 +36,7 @@ from torchslicer.errors import (
     TorchSlicerError,
     TransportError,
 )
+from torchslicer.executors.described import worker_arguments_checked
 from torchslicer.executors.protect import Tls, check_trust, given_protection
 from torchslicer.transport.address import split_address
 from torchslicer.transport.base import Channel, ChannelOptions
@@ -46,6 +47,7 @@ logger = logging.getLogger("torchslicer.worker")
 _CONNECT_TIMEOUT_S = 5.0
 
 
+@worker_arguments_checked
 def run_worker(
     coordinator: str | None = None,
     *,
@@ -99,7 +101,8 @@ def run_worker(
             backend ``static`` and no address given, the worker listens at ``network.worker_port``.
 
     Raises:
-        ConfigError: Neither *coordinator* nor *listen* is known, or a device is not there.
+        ConfigError: Neither *coordinator* nor *listen* is known, a device is not there, or an argument is of another
+            kind.
         TransportError: A port is in use.
         SecurityError: What was asked is not safe, or the other side is not who it should be.
         ProtocolError: The coordinator refused this worker.
@@ -241,7 +244,10 @@ def _default_bind(other: str) -> str:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected 'auto', 'cpu' or 'cuda:0', got {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {name!r} is not there; this machine has no CUDA device, use 'cpu'")
     return device

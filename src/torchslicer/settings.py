@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from torchslicer.config import RunConfig
+from torchslicer.config.sections import PipelineSection, assign
 from torchslicer.errors import ConfigError, UnknownArgumentError, nearest
 from torchslicer.pipeline.criterion import build_criterion
 from torchslicer.pipeline.optimizers import build_optimizer_spec, build_scheduler_spec
@@ -122,45 +123,56 @@ def resolve_config(settings: TrainSettings, config: RunConfig | None) -> RunConf
     """Return the configuration of a run: *config* (or the defaults) with what was passed to ``train`` put over it.
 
     Raises:
-        ConfigError: A value is impossible, or two of them contradict each other.
+        ConfigError: A value is impossible, or two of them contradict each other. It is named as the argument that it
+            came in, not as the key of the configuration.
     """
     resolved = RunConfig() if config is None else config.model_copy(deep=True)
     for name in _TRAINING:
         value = getattr(settings, name)
         if value is not None:
-            setattr(resolved.training, name, value)
+            assign(resolved.training, name, value, argument=name)
     _resolve_pipeline(settings, resolved)
     return resolved
 
 
 def _resolve_pipeline(settings: TrainSettings, resolved: RunConfig) -> None:
-    pipeline = resolved.pipeline
-    count = _one_count(settings)
+    pipeline, use_gpipe = resolved.pipeline, _use_gpipe(settings)
+    argument, count = _one_count(settings)
     if count is not None:
-        pipeline.n_micro = count
+        assign(pipeline, "n_micro", count, argument=argument)
         count = pipeline.n_micro  # checked, and an integer now
-    if settings.use_gpipe and settings.schedule not in (None, "gpipe"):
+    if use_gpipe and settings.schedule not in (None, "gpipe"):
         raise ConfigError(f"use_gpipe=True contradicts schedule={settings.schedule!r}; give one of them")
-    if settings.use_gpipe is False and settings.schedule is None and (count or 1) > 1:
+    if use_gpipe is False and settings.schedule is None and (count or 1) > 1:
         raise ConfigError(f"use_gpipe=False contradicts {count} micro-batches; leave it out, or give schedule=")
-    if settings.use_gpipe is False or settings.schedule is not None:
+    if use_gpipe is False or settings.schedule is not None:
         pipeline.use_gpipe = False
-    if settings.use_gpipe is False and settings.schedule is None:
+    if use_gpipe is False and settings.schedule is None:
         pipeline.schedule = None
     if settings.schedule is not None:
-        pipeline.schedule = settings.schedule
-    if settings.use_gpipe:
+        assign(pipeline, "schedule", settings.schedule, argument="schedule")
+    if use_gpipe:
         pipeline.schedule = None
         pipeline.use_gpipe = True
     if count is not None and count > 1 and not pipeline.use_gpipe and pipeline.schedule is None:
         pipeline.schedule = "gpipe"
 
 
-def _one_count(settings: TrainSettings) -> int | None:
+def _use_gpipe(settings: TrainSettings) -> bool | None:
+    """Return the argument as a truth value (a configuration takes ``"yes"`` and 1, too), None if it was not given."""
+    if settings.use_gpipe is None:
+        return None
+    alone = PipelineSection()  # the schedule of the configuration has nothing to say yet
+    assign(alone, "use_gpipe", settings.use_gpipe, argument="use_gpipe")
+    return alone.use_gpipe
+
+
+def _one_count(settings: TrainSettings) -> tuple[str, int | None]:
+    """Return the number of micro-batches and the name that it was given by."""
     a, b = settings.n_micro_batches, settings.num_microbatches
     if a is not None and b is not None and a != b:
         raise ConfigError(f"n_micro_batches={a} contradicts num_microbatches={b}; they are two names for one setting")
-    return a if b is None else b
+    return ("n_micro_batches", a) if b is None else ("num_microbatches", b)
 
 
 def schedule_of(config: RunConfig) -> tuple[str, int]:
@@ -183,9 +195,9 @@ def note_names(config: RunConfig, optimizer: Any, criterion: Any, *, has_config:
     if criterion is None and not has_config:
         raise ConfigError('train: no criterion; give one such as "cross_entropy"')
     if isinstance(optimizer, (str, Mapping)):
-        config.training.optimizer = optimizer  # type: ignore[assignment]
+        assign(config.training, "optimizer", optimizer, argument="optimizer")
     if isinstance(criterion, (str, Mapping)):
-        config.training.criterion = criterion  # type: ignore[assignment]
+        assign(config.training, "criterion", criterion, argument="criterion")
 
 
 def check_model(model: nn.Module, options: TrainingOptions) -> None:

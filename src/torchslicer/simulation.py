@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,17 +13,28 @@ from torchslicer.api import SlicedModel, slice  # noqa: A004 - the library's mai
 from torchslicer.callbacks import Metrics
 from torchslicer.discovery import CoordinatorDiscovery
 from torchslicer.errors import ConfigError, WorkerFailureError
+from torchslicer.executors import arguments
 from torchslicer.executors.distributed import DistributedExecutor
 from torchslicer.executors.processes import LocalWorkers
 from torchslicer.settings import names_checked
-from torchslicer.transport.sockets import private_folder
+from torchslicer.transport.sockets import PrivateFolder
 
 __all__ = ["LocalWorkers", "simulate", "simulated"]
 
 _START_TIMEOUT_S = 120.0
+_arguments_checked = arguments.checked(
+    n=arguments.whole,
+    transport=arguments.one_of("grpc", "tcp"),
+    threads=arguments.count,
+    trust=arguments.names("my_package"),
+    allow_builder=arguments.names("my_package.models:make"),
+    run_config=arguments.run_config,
+    same_host=arguments.flag,
+)
 _NEVER_TRUSTED = frozenset({*sys.stdlib_module_names, "__main__", "numpy", "torch", "torchslicer"})
 
 
+@_arguments_checked
 @contextlib.contextmanager
 def simulated(
     n: int,
@@ -48,25 +58,25 @@ def simulated(
         same_host: Use UNIX sockets; False lets tensors take *transport*, as between machines.
 
     Raises:
-        ConfigError: *n* is no positive number.
+        ConfigError: *n* is no positive number, or another argument is of another kind.
         WorkerFailureError: A worker died; the message holds its last words.
     """
     if n < 1:
         raise ConfigError(f"simulate: expected at least one worker, got n={n}")
     names = [f"worker-{index:03d}" for index in range(n)]
-    folder = private_folder()  # no other user of this machine can register, or connect to a worker's socket
+    folder = PrivateFolder()  # no other user of this machine can register, or connect to a worker's socket
     try:
         with (
             DistributedExecutor(
                 CoordinatorDiscovery(),
-                f"unix:{folder}/coordinator",
+                f"unix:{folder.path}/coordinator",
                 run_config,
                 transport=transport,
                 same_host=same_host,
                 tls={},  # certificates of a configuration are for other machines
             ) as executor,
             LocalWorkers(
-                executor.address, names, threads=threads, trust=trust, allow_builder=allow_builder, folder=folder
+                executor.address, names, threads=threads, trust=trust, allow_builder=allow_builder, folder=folder.path
             ) as workers,
         ):
             executor.at_most = n
@@ -77,7 +87,7 @@ def simulated(
             finally:
                 executor.close(shut_workers=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 @contextlib.contextmanager
@@ -93,6 +103,7 @@ def _last_words(workers: LocalWorkers) -> Iterator[None]:
 
 
 @names_checked("simulate", further=SlicedModel.train)
+@_arguments_checked
 def simulate(
     model: nn.Module | str,
     loader: Iterable[Any],

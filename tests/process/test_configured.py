@@ -29,6 +29,8 @@ def assert_trains(executor: DistributedExecutor) -> None:
     assert_same_bits(got, train_case(MLP, SGD, n=1, steps=2))
 
 
+PEERS = StaticDiscovery(peers=["127.0.0.1:1"])
+
 # A configuration alone
 
 
@@ -75,11 +77,68 @@ def test_arguments_go_before_the_configuration(caplog: pytest.LogCaptureFixture)
         ({"run_config": "run.yaml"}, r"run_config: expected a RunConfig, such as RunConfig\.load.*got 'run.yaml'"),
         ({"stall_timeout_s": "60"}, "stall_timeout_s: expected a number of seconds above 0, got '60'"),
         ({"stall_timeout_s": float("nan")}, "stall_timeout_s: expected a number of seconds above 0, got nan"),
+        ({"stall_timeout_s": True}, "stall_timeout_s: expected a number of seconds above 0, got True"),
+        ({"host_threads": "x"}, "host_threads: expected a whole number above 0, got 'x'"),
+        ({"host_threads": 0}, "host_threads: expected a whole number above 0, got 0"),
+        ({"host_threads": -1}, "host_threads: expected a whole number above 0, got -1"),
+        ({"host_threads": True}, "host_threads: expected a whole number above 0, got True"),
+        ({"host_stage": False, "discovery": PEERS}, "host_stage: expected 0, got False"),
+        ({"host_stage": 0.0, "discovery": PEERS}, "host_stage: expected 0, got 0.0"),
+        ({"transport": "gprc"}, "transport: expected 'grpc' or 'tcp', got 'gprc'; did you mean 'grpc'"),
+        ({"transport": ""}, "transport: expected 'grpc' or 'tcp', got ''"),
+        ({"same_host": "no"}, "same_host: expected True or False, got 'no'"),
+        ({"insecure": "false"}, "insecure: expected True or False, got 'false'"),
+        ({"free_local_weights": None}, "free_local_weights: expected True or False, got None"),
+        ({"tls": "ca.pem"}, r"tls: expected the files {'ca': ..., 'cert': ..., 'key': ...}, got 'ca.pem'"),
+        ({"tls": {"crt": "a"}}, r"tls.crt: unknown key; did you mean 'cert'\? \(known here: ca, cert, key, names\)"),
+        ({"tls": {"ca": 3}}, "tls.ca: expected a valid string, got 3"),
+        ({"tls": {"ca": "a", "cert": "b"}}, "tls: expected the files ca, cert and key, key missing"),
+        ({"discovery": StaticDiscovery("127.0.0.1:1")}, r"discovery.peers: expected a list .* got '127.0.0.1:1'"),
+        (
+            {"discovery": CoordinatorDiscovery(tag_filter="gpu")},
+            r"discovery.tag_filter: expected .*\['gpu'\], got 'gpu'",
+        ),
+        ({"discovery": CoordinatorDiscovery(timeout_s="9")}, "discovery.timeout_s: expected a number"),  # type: ignore[arg-type]
+        ({"discovery": CoordinatorDiscovery(run_id=3)}, "discovery.run_id: expected the name"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_kind_are_named(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=f"^{says}"):
         DistributedExecutor(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"coordinator": 50054}, "coordinator: expected HOST:PORT, got 50054"),
+        ({"listen": ("127.0.0.1", 1)}, "listen: expected HOST:PORT, got"),
+        ({"bind": 7000}, "bind: expected HOST:PORT, got 7000"),
+        ({"data_port": 50061.5}, "data_port: expected a port such as 50061 or a range .*, got 50061.5"),
+        ({"data_port": True}, "data_port: expected a port"),
+        ({"advertise": 1}, "advertise: expected a host"),
+        ({"device": "gpu0"}, "device: expected 'auto', 'cpu' or 'cuda:0', got 'gpu0'"),
+        ({"device": 0}, "device: expected 'auto', 'cpu' or 'cuda:0', got 0"),
+        ({"threads": 0}, "threads: expected a whole number above 0, got 0"),
+        ({"threads": "2"}, "threads: expected a whole number above 0, got '2'"),
+        ({"tags": "gpu"}, r"tags: expected a list of texts such as \['gpu'\], got 'gpu'"),
+        ({"name": 3}, "name: expected a name, got 3"),
+        ({"trust": "my_package"}, "trust: expected a list of texts"),
+        ({"trust": [3]}, r"trust: expected a list of texts such as .*, got \[3\]"),
+        ({"allow_builder": "my_package:make"}, "allow_builder: expected a list of texts"),
+        ({"join": b"ts1.secret"}, "join: expected the join string .*, got <class 'bytes'>$"),
+        ({"join_file": 3}, "join_file: expected a path, got 3"),
+        ({"tls": "ca.pem"}, "tls: expected the files"),
+        ({"insecure": 1}, "insecure: expected True or False, got 1"),
+        ({"once": "yes"}, "once: expected True or False, got 'yes'"),
+        ({"stop": True}, "stop: expected a threading.Event, got True"),
+        ({"exit_after_s": "5"}, "exit_after_s: expected a number of seconds above 0, got '5'"),
+        ({"socket_folder": 3}, "socket_folder: expected a path, got 3"),
+        ({"run_config": "run.yaml"}, "run_config: expected a RunConfig"),
+    ],
+)
+def test_arguments_of_a_worker_that_are_of_another_kind_are_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        run_worker(**{"coordinator": "127.0.0.1:1", **given})
 
 
 def test_a_static_configuration_without_peers_is_refused() -> None:

@@ -1,8 +1,10 @@
-"""P2P with the first stage on the driver's machine: the bits of local training, and inputs that stay here."""
+"""P2P with the first stage in the driver's process: the bits of local training, and inputs that stay here."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torchslicer as ts
 from tests.support.cluster import TRANSPORTS, Peers, listening, travelling_by
 from tests.support.driver import sliced_train, train_case
 from tests.support.models import GPT_CASE, MLP, MOE, UNET, Case
+from tests.support.nets_boundary import Raising
 from tests.support.nets_values import TwoInputs
 from tests.support.oracle import ADAM, SGD, assert_same_bits
 from torchslicer.cluster.links import Links
@@ -25,7 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.usefixtures("one_thread")]
 
 @pytest.fixture(scope="module")
 def hosting(peers: Peers) -> Iterator[DistributedExecutor]:
-    """An executor whose own process, already running, holds stage 0."""
+    """An executor whose own process holds stage 0."""
     with peers.driver(host_stage=0, host_threads=1) as executor:
         train_case(MOE, SGD, n=3, steps=1, slice_options={"executor": executor})  # trusts what all cases need
         yield executor
@@ -52,7 +55,7 @@ def test_hosting_with_every_transport(hosting: DistributedExecutor, case: Case, 
         assert_exact(hosting, case, steps=20, n_micro_batches=4, schedule=schedule)
 
 
-def test_the_process_ends_with_the_executor_and_not_before(hosting: DistributedExecutor) -> None:
+def test_the_stage_stays_from_run_to_run(hosting: DistributedExecutor) -> None:
     [first] = [member for member in hosting.coordinator.live() if member.dialled is None]
     assert_exact(hosting, MLP, steps=1)
     assert [member for member in hosting.coordinator.live() if member.dialled is None] == [first]
@@ -61,15 +64,16 @@ def test_the_process_ends_with_the_executor_and_not_before(hosting: DistributedE
 class Traffic:
     """What the driver sends: by rank, kinds and bytes of frames."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, executor: DistributedExecutor) -> None:
         self.kinds: dict[int, set[FrameKind]] = {}
         self.bytes: dict[int, int] = {}
         send = Links.send
 
         def watched(links: Links, rank: int, frames: Any, **options: Any) -> None:
             found = list(frames)
-            for frame in found:
-                self.kinds.setdefault(rank, set()).add(frame.header.kind)
+            if executor._run is not None and links is executor._run._links:  # else those of stage 0
+                for frame in found:
+                    self.kinds.setdefault(rank, set()).add(frame.header.kind)
             send(links, rank, found, **options)
 
         monkeypatch.setattr(Links, "send", watched)
@@ -90,7 +94,7 @@ class Traffic:
 def test_hosting_the_first_stage_keeps_inputs_here(
     hosting: DistributedExecutor, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traffic = Traffic(monkeypatch)
+    traffic = Traffic(monkeypatch, hosting)
     model = nn.Sequential(nn.Linear(4096, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     batches = [(torch.randn(64, 4096), torch.randint(4, (64,))) for _ in range(3)]
     sliced_train(
@@ -113,7 +117,7 @@ def test_hosting_the_first_stage_refuses_inputs_that_other_stages_use(hosting: D
         sliced_train(TwoInputs(), [(x, late, y)], SGD, "cross_entropy", n=2, slice_options={"executor": hosting})
 
 
-def test_a_list_that_is_too_short_is_refused_before_a_process_starts() -> None:
+def test_a_list_that_is_too_short_is_refused_before_anything_starts() -> None:
     with DistributedExecutor(StaticDiscovery(peers=["127.0.0.1:9"]), host_stage=0) as executor:
         with pytest.raises(
             ts.ConfigError, match="3 stages need 2 peers beside the one of this machine, the list has 1"
@@ -122,7 +126,92 @@ def test_a_list_that_is_too_short_is_refused_before_a_process_starts() -> None:
         assert not executor.coordinator.live()
 
 
-def test_the_end_of_its_own_process_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+def test_its_end_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
     with listening(1) as peers, peers.driver(host_stage=0, host_threads=1) as executor:
         train_case(MLP, SGD, n=2, steps=1, slice_options={"executor": executor})
     assert "is gone" not in caplog.text
+
+
+def children() -> set[str]:
+    """Return the process ids of this process's children."""
+    return {
+        child
+        for task in Path("/proc/self/task").iterdir()
+        for child in (task / "children").read_text(encoding="ascii").split()
+    }
+
+
+def test_it_is_a_thread_of_this_process_that_ends_with_the_executor() -> None:
+    with listening(1) as peers:
+        before = children(), set(threading.enumerate())
+        with peers.driver(host_stage=0, host_threads=1) as executor:
+            train_case(MLP, SGD, n=2, steps=1, slice_options={"executor": executor})
+            assert children() == before[0]
+            assert "torchslicer-stage-0" in {thread.name for thread in threading.enumerate()}
+        left = {thread.name for thread in set(threading.enumerate()) - before[1]}
+        assert not {name for name in left if "torchslicer" in name}
+
+
+class Draws(ts.TrainingCallback):
+    """Draws random numbers between steps, as a loader or a callback may."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_step_end(self, step: int, metrics: Any) -> None:
+        self.drawn.append(float(torch.rand(())))
+
+    def on_evaluate(self, metrics: Any) -> None:
+        self.drawn.append(float(torch.rand(())))
+
+
+def drawn_while_training(**slice_options: Any) -> tuple[list[float], list[float]]:
+    """Return what a callback, and what the caller afterwards, draws beside a model that draws itself."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(96, 16), torch.randint(4, (96,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=2)
+    draws = Draws()
+    ts.slice(model, n=2, **slice_options).train(
+        loader, SGD, "cross_entropy", epochs=3, eval_loader=loader, num_microbatches=2, callbacks=[draws], run_dir=False
+    )
+    weights = [float(parameter.detach().sum()) for parameter in model.parameters()]
+    return draws.drawn, [*torch.rand(3).tolist(), *weights]
+
+
+def test_the_caller_and_the_stage_do_not_disturb_each_other_s_random_numbers(hosting: DistributedExecutor) -> None:
+    assert drawn_while_training(executor=hosting) == drawn_while_training()
+
+
+def test_torch_has_its_threads_back_after_a_run(hosting: DistributedExecutor) -> None:
+    torch.set_num_threads(2)
+    train_case(MLP, SGD, n=2, steps=1, slice_options={"executor": hosting})
+    assert torch.get_num_threads() == 2
+    beside: list[int] = []
+    thread = threading.Thread(target=lambda: beside.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert beside == [2]
+
+
+class Interrupts(ts.TrainingCallback):
+    """Ctrl-C between two steps."""
+
+    def on_step_end(self, step: int, metrics: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_error_of_the_stage_and_one_of_the_caller_leave_it_usable() -> None:
+    batches = [(torch.randn(8, 16), torch.randint(4, (8,)))] * 4
+    raises, harmless = nn.Sequential(Raising(), nn.Linear(16, 4)), nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    options: dict[str, Any] = {"epochs": 1, "run_dir": False}
+    with listening(1) as peers, peers.driver(host_stage=0, host_threads=1) as hosting:
+        with pytest.raises(ts.StageError, match=r"stage 0 on worker 'driver-\w+'") as caught:
+            ts.slice(raises, n=2, executor=hosting).train(batches, SGD, "cross_entropy", **options)
+        assert "ValueError: boom" in str(caught.value)
+        with pytest.raises(KeyboardInterrupt):
+            ts.slice(harmless, n=2, executor=hosting).train(
+                batches, SGD, "cross_entropy", callbacks=[Interrupts()], **options
+            )
+        want = train_case(MLP, ADAM, n=2, steps=2)
+        assert_same_bits(train_case(MLP, ADAM, n=2, steps=2, slice_options={"executor": hosting}), want)

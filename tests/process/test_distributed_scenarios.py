@@ -356,6 +356,19 @@ def test_s57_logs_go_to_one_namespace_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_worker_logs_once_a_run_which_stage_it_holds(peers: Peers) -> None:
+    with peers.driver() as executor:
+        for _ in range(2):
+            train_case(MLP, SGD, n=2, steps=2, epochs=2, slice_options={"executor": executor})
+        plan = ts.slice(mlp4(), n=2).plan
+    for stage, program in enumerate(peers.programs):
+        units = plan.stages[stage].units
+        holds = f"holds stage {stage} of 2, counted from 0 (units {units[0]}..{units[-1]}), 1 thread"
+        said = f"INFO run {executor.run_id}: {holds}\n"
+        until(lambda said=said, program=program: f"{program.output}\n".count(said) == 2)
+        assert program.output.count(f"run {executor.run_id}: ") == 2
+
+
 # What becomes of a pickle
 
 

@@ -16,6 +16,7 @@ import torchslicer as ts
 from tests.support.cluster import Program, free_address, worker_program, write_script
 from tests.support.models import MLP, mlp4
 from tests.support.oracle import SGD
+from tests.support.saboteur import Saboteur, batches, model_with
 from torchslicer import simulation
 from torchslicer.executors import processes
 from torchslicer.executors.distributed import DistributedExecutor
@@ -76,10 +77,43 @@ def test_what_is_wrong_with_the_cut_is_said_before_any_process_starts(monkeypatc
         pass
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"threads": 0}, "threads: expected a whole number above 0, got 0"),
+        ({"threads": "x"}, "threads: expected a whole number above 0, got 'x'"),
+        ({"threads": True}, "threads: expected a whole number above 0, got True"),
+        ({"transport": "unix"}, "transport: expected 'grpc' or 'tcp', got 'unix'"),
+        ({"trust": "my_package"}, r"trust: expected a list of texts such as \['my_package'\], got 'my_package'"),
+        ({"allow_builder": "my_package:make"}, "allow_builder: expected a list of texts"),
+        ({"n": "2"}, "n: expected a whole number, got '2'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ts.ConfigError, match=f"^{says}"):
+        ts.simulate(mlp4(), MLP.batches(1), SGD, "cross_entropy", run_dir=False, **given)
+    with pytest.raises(ts.ConfigError, match=f"^{says}"), simulation.simulated(**{"n": 2, **given}):
+        pass
+
+
 def test_more_stages_than_workers_that_can_come_are_refused_at_once(pool: DistributedExecutor) -> None:
     sliced = ts.slice(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), n=5, executor=pool)
     with pytest.raises(ts.ConfigError, match="5 stages need 5 workers, and only 4 were started"):
         sliced.train([(torch.ones(2, 4), torch.ones(2, 4))], SGD, "mse", epochs=1, run_dir=False)
+
+
+def test_errors_name_the_process_of_a_worker_that_has_no_address(pool: DistributedExecutor) -> None:
+    """It came through a UNIX socket, whose path (a folder with a random name) is of no use to anybody."""
+    sliced = ts.slice(model_with(Saboteur("raise")), n=3, executor=pool)
+    with pytest.raises(
+        ts.StageError, match=r"^stage 1 on worker 'worker-\d+' \(process \d+ of this host\): "
+    ) as caught:
+        sliced.train(batches(), SGD, "mse", epochs=1, run_dir=False, num_microbatches=2)
+    message = str(caught.value)
+    assert "unix:" not in message.partition("Traceback")[0]
+    found = re.search(r"'(worker-\d+)' \(process (\d+) of", message)
+    assert found is not None
+    assert f"--name\0{found[1]}\0".encode() in Path(f"/proc/{found[2]}/cmdline").read_bytes()
 
 
 def test_trust_follows_from_the_model() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import trustme
 
+from tests.support.cluster import Program
 from torchslicer.errors import DeadlineError, FrameError, PeerClosedError, TransportError
 from torchslicer.transport import (
     ChannelOptions,
@@ -32,6 +33,7 @@ from torchslicer.transport import (
 from torchslicer.transport import grpc as channels
 from torchslicer.transport.base import Channel
 from torchslicer.transport.frame import encode_header
+from torchslicer.transport.sockets import PrivateFolder
 
 pytestmark = pytest.mark.process
 WAIT_S = 10.0
@@ -229,6 +231,51 @@ def test_socket_for_peers_on_this_host_is_private_and_removed() -> None:
     listener.close()
     assert not path.parent.exists()
     assert choose_endpoint([network, local]) == network
+
+
+FOLDERS = """
+import sys
+from pathlib import Path
+from torchslicer.transport.sockets import PrivateFolder
+outer = PrivateFolder(Path(sys.argv[1]))
+inner = PrivateFolder(outer.path)
+print("made", outer.path.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_process_s_folder_of_sockets_is_removed_with_the_next_and_no_other(tmp_path: Path) -> None:
+    mine = PrivateFolder(tmp_path)
+    notes = tmp_path / "torchslicer-notes"
+    (notes / "torchslicer-more").mkdir(parents=True)  # without a lock: nothing is known of it
+    (tmp_path / "torchslicer-link").symlink_to(mine.path)
+    with Program(["-c", FOLDERS, str(tmp_path)]) as program:
+        left = tmp_path / program.wait_for(r"made (\S+)")[1]
+        PrivateFolder(tmp_path).remove()
+        assert len(list(left.iterdir())) == 2  # it lives, and so do the locks
+        program.process.kill()
+        program.process.wait()
+        assert left.exists()
+        PrivateFolder(tmp_path).remove()
+    assert not left.exists()
+    assert list(mine.path.iterdir())
+    assert notes.exists()
+    mine.remove()
+    assert not mine.path.exists()
+
+
+def test_what_processes_that_live_have_in_a_killed_one_s_folder_stays(tmp_path: Path) -> None:
+    """A simulated worker whose driver was killed ends, too, but not in the same moment."""
+    with Program(["-c", FOLDERS, str(tmp_path)]) as program:
+        left = tmp_path / program.wait_for(r"made (\S+)")[1]
+        worker = PrivateFolder(left)
+        program.process.kill()
+        program.process.wait()
+        PrivateFolder(tmp_path).remove()
+        assert [path.parent for path in left.rglob("in-use-*")] == [left, worker.path]
+        worker.remove()
+        PrivateFolder(tmp_path).remove()
+    assert not left.exists()
 
 
 def server_context(ca: trustme.CA, *names: str) -> ssl.SSLContext:

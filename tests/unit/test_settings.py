@@ -41,13 +41,61 @@ def test_schedule_and_number_of_micro_batches(settings: dict[str, Any], expected
         ({"use_gpipe": True, "schedule": "1f1b"}, "use_gpipe=True contradicts schedule='1f1b'"),
         ({"use_gpipe": False, "num_microbatches": 4}, "use_gpipe=False contradicts 4 micro-batches"),
         ({"n_micro_batches": 2, "num_microbatches": 4}, "n_micro_batches=2 contradicts num_microbatches=4"),
-        ({"num_microbatches": 0}, "n_micro"),
-        ({"epochs": 0}, "epochs"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         resolve_config(TrainSettings(**settings), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches: expected greater than or equal to 1, got 0"),
+        ({"num_microbatches": 1.5}, "num_microbatches: expected a valid integer"),
+        ({"num_microbatches": True}, "num_microbatches: expected a number, got True"),
+        ({"n_micro_batches": -1}, "n_micro_batches: expected greater than or equal to 1, got -1"),
+        ({"n_micro_batches": "four", "use_gpipe": True}, "n_micro_batches: expected a valid integer"),
+        ({"n_micro_batches": 0, "num_microbatches": 0}, "num_microbatches: expected"),
+        ({"schedule": 5}, "schedule: expected a valid string, got 5"),
+        ({"use_gpipe": "perhaps"}, "use_gpipe: expected a valid boolean"),
+        ({"epochs": 0}, "epochs: expected greater than or equal to 1, got 0"),
+        ({"mixed_precision": "perhaps"}, "mixed_precision: expected a valid boolean"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm: expected greater than 0, got 0.0"),
+        ({"accumulate": 1.5}, "accumulate: expected a valid integer"),
+        ({"recompute": "sometimes"}, "recompute: expected 'never', 'except_last' or 'always'"),
+        ({"batch_norm": "later"}, "batch_norm: expected 'per_microbatch' or 'deferred'"),
+        ({"seed": -1}, "seed: expected greater than or equal to 0, got -1"),
+        ({"target_key": 3}, "target_key: expected a valid string, got 3"),
+    ],
+)
+def test_errors_name_the_argument_as_it_was_given(settings: dict[str, Any], says: str) -> None:
+    """Not the key of the configuration that it goes to: ``pipeline.n_micro`` is nothing that the user wrote."""
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        resolve_config(TrainSettings(**settings), None)
+
+
+@pytest.mark.parametrize("config", [None, ts.RunConfig()])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer": {"name": "SGD", "lr": 0.1}}, "optimizer.lr: unknown key; an option of it goes under params"),
+        ({"optimizer": {"name": "SGD", "params": {"lr": object()}}}, "optimizer.params.lr: expected plain data"),
+        ({"criterion": {"nam": "mse"}}, r"2 settings .*:\n  criterion\.name: .*\n  criterion\.nam: unknown"),
+    ],
+)
+def test_errors_within_an_argument_name_it_too(given: dict[str, Any], says: str, config: ts.RunConfig | None) -> None:
+    arguments = {"optimizer": "sgd", "criterion": "mse", **given}
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        small().train([(torch.ones(1, 2), torch.ones(1, 2))], run_config=config, run_dir=False, **arguments)
+
+
+def test_use_gpipe_says_what_it_says_in_a_configuration() -> None:
+    config = ts.RunConfig()
+    config.pipeline.schedule = "1f1b"
+    assert schedule_of(resolve_config(TrainSettings(use_gpipe="yes"), config)) == ("gpipe", 4)  # type: ignore[arg-type]
+    config.pipeline.schedule, config.pipeline.use_gpipe = None, True
+    assert schedule_of(resolve_config(TrainSettings(use_gpipe=0), config)) == ("gpipe", 1)  # type: ignore[arg-type]
 
 
 def test_arguments_beat_the_configuration_which_is_left_alone() -> None:

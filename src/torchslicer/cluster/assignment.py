@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torchslicer.cluster.hub import Hub, open_link, run_number
+from torchslicer.cluster.hub import Attachments, open_link, run_number
 from torchslicer.cluster.links import COORDINATOR, Links, RunKey
 from torchslicer.cluster.mailbox import Mailbox
 from torchslicer.cluster.messages import Assign, Attach, Failed, Peer, Scale
@@ -64,7 +64,7 @@ class Assignment:
         protection: Of the connections that are made from here.
     """
 
-    def __init__(self, message: Assign, hub: Hub, protection: Protection) -> None:
+    def __init__(self, message: Assign, hub: Attachments, protection: Protection) -> None:
         self.message = message
         self.generation = message.generation
         # The coordinator is to give up first: it sees all workers, and says who did not go on.

@@ -16,7 +16,7 @@ from torchslicer.cluster.control import Control
 from torchslicer.cluster.door import KNOWN, STRANGER, Complaints, Door
 from torchslicer.cluster.hub import PLAIN, check_peer, check_reachable
 from torchslicer.cluster.inbox import Inbox
-from torchslicer.cluster.members import Liveness, Member, loss_of, missing_workers
+from torchslicer.cluster.members import Attachable, Liveness, Member, loss_of, missing_workers
 from torchslicer.cluster.messages import (
     PROTOCOL,
     Failed,
@@ -138,8 +138,10 @@ class Coordinator:
                 how = "" if self.protection.material is None else f"; a worker starts with: {self.how_to_start}"
                 self._complaints.warn("a connection from %s was not taken in: %s%s", channel.peer, error, how)
 
-    def adopt(self, channel: Channel) -> Member:
+    def adopt(self, channel: Channel, *, inner: Attachable | None = None) -> Member:
         """Take in the worker at the other end of *channel*; if it is not taken in, the channel is closed.
+
+        *inner* is where data connections to it are made, if it is in this process.
 
         Raises:
             ProtocolError: It is no worker, of another version, or cannot be reached for data.
@@ -148,7 +150,7 @@ class Coordinator:
         """
         try:
             channel.limits = STRANGER
-            member = self._introduced(Control(channel))
+            member = self._introduced(Control(channel), inner)
             channel.limits = KNOWN
         except BaseException:
             channel.close()
@@ -162,12 +164,12 @@ class Coordinator:
         logger.info("%s registered: %s, %d cores, threads: %s", member, hello.device, hello.cores, threads)
         return member
 
-    def _introduced(self, control: Control) -> Member:
+    def _introduced(self, control: Control, inner: Attachable | None) -> Member:
         hello = control.receive(timeout_s=self.hello_timeout_s)
         if not isinstance(hello, Hello):
             raise ProtocolError(f"{control.peer} did not introduce itself as a worker")
         check_peer(control.channel, self.protection, hello.node)
-        reason = self._reason_to_refuse(hello)
+        reason = self._reason_to_refuse(hello) or (None if inner is not None else self._unreachable(hello))
         if reason is not None:
             control.send(Refused(reason=reason), timeout_s=HELLO_TIMEOUT_S)
             raise ProtocolError(f"worker '{hello.node}' was refused: {reason}")
@@ -177,7 +179,7 @@ class Coordinator:
         )
         self._door.leave(control.channel)
         control.send(welcome, timeout_s=HELLO_TIMEOUT_S)
-        return Member(hello, control)
+        return Member(hello, control, inner)
 
     def _reason_to_refuse(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL or hello.version != __version__:
@@ -185,7 +187,7 @@ class Coordinator:
         missing = [tag for tag in self.tag_filter if tag not in hello.tags]
         if missing:
             return f"it lacks the tag(s) {missing}; it has {list(hello.tags)}"
-        return self._namesake(hello) or self._unreachable(hello)
+        return self._namesake(hello)
 
     def _namesake(self, hello: Hello) -> str | None:
         """Give up the connection that the same worker had before; wait a little for another of its name to be gone."""

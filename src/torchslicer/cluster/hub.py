@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torchslicer.cluster.door import KNOWN, STRANGER, Complaints, Door
 from torchslicer.cluster.messages import Attach, Attached, Endpoint, Reach, decode, encode
@@ -49,6 +49,18 @@ class _Arrival:
 def run_number(run_id: str, secret: str) -> int:
     """Return the number that every frame of a run carries; without the secret it cannot be guessed."""
     return int.from_bytes(sha256(f"{run_id}\0{secret}".encode()).digest()[:8], "little")
+
+
+class Attachments(Protocol):
+    """Where a worker finds the data connections that others have made to it."""
+
+    endpoints: list[Endpoint]
+
+    def take(self, run_id: str, generation: int, rank: int, *, node: str, secret: str, timeout_s: float) -> Channel:
+        """Return the connection of *rank*, which is the node of this name, for a run."""
+
+    def forget(self, run_id: str) -> None:
+        """Drop connections for a run that nobody took."""
 
 
 class Hub:
@@ -201,12 +213,12 @@ class Hub:
 
 
 def check_peer(channel: Channel, protection: Protection, node: str) -> None:
-    """Check that *node* is at the other end of a channel; through a UNIX socket comes only who is of this user.
+    """Check that *node* is at the other end of a channel; a UNIX socket is only for this user, memory for this process.
 
     Raises:
         SecurityError: Another node is.
     """
-    if not channel.peer.startswith("unix:"):
+    if not channel.peer.startswith(("unix:", "memory:")):
         protection.check_peer(channel.peer_names, node)
 
 

@@ -99,6 +99,22 @@ class Inbox:
                     raise stall_of(self._running, missing, kind.__name__, timeout_s)
                 self._condition.wait(left)
 
+    def wait_through(self, members: Sequence[Member], step: int, *, timeout_s: float) -> None:
+        """Wait until *members* are through with *step*.
+
+        Raises:
+            WorkerFailureError: A member of the run died or went silent, or they are not within *timeout_s*.
+            StageError: A stage raised.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            while missing := [member for member in members if self._stepped.get(member.node, -1) < step]:
+                self._raise_failures()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise stall_of(self._running, missing, Stepped.__name__, timeout_s)
+                self._condition.wait(left)
+
     def wait_stepped(self, member: Member, step: int, *, timeout_s: float) -> None:
         """Wait until *member* is through with *step*, or anything else has been said, or it is known to be lost."""
         with self._condition:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torchslicer import errors
 from torchslicer.cluster.control import Control
 from torchslicer.cluster.messages import Failed, Hello
 from torchslicer.errors import StageError, TorchSlicerError, WorkerFailureError
+from torchslicer.transport.address import in_words
+from torchslicer.transport.base import Channel
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,13 @@ class Liveness:
         return self.interval_s + self.timeout_s
 
 
+class Attachable(Protocol):
+    """Where data connections to a worker of this process are made."""
+
+    def attach(self) -> Channel:
+        """Return this end of a new one."""
+
+
 @dataclass(eq=False)
 class Member:
     """A worker that has registered.
@@ -32,6 +42,7 @@ class Member:
     Attributes:
         hello: What it said of itself.
         control: The channel to it.
+        inner: Where data connections to it are made, if it is in this process.
         lost: Why it is gone, once it is.
         dialled: The address under which the coordinator reached it, where it did not register by itself.
         busy: Generation of the run that it was given and has not let go of.
@@ -42,6 +53,7 @@ class Member:
 
     hello: Hello
     control: Control
+    inner: Attachable | None = None
     lost: TorchSlicerError | None = None
     dialled: str | None = None
     busy: int | None = None
@@ -60,11 +72,11 @@ class Member:
         return self.lost is None and self.busy is None
 
     def __str__(self) -> str:
-        return f"worker '{self.node}' ({self.control.peer})"
+        return f"worker '{self.node}' ({in_words(self.control.peer)})"
 
     @property
     def with_stage(self) -> str:
-        """Its stage, its name and its address."""
+        """Its stage, its name and its address, or its process where it is on this host."""
         return str(self) if self.stage is None else f"stage {self.stage} on {self}"
 
 

@@ -8,6 +8,8 @@ A run of one worker, seen on its control channel::
     Ready
                               Step | Evaluate | EndEpoch      (any number)
     Losses, Norms, Stepped    Scale
+                              Settle
+    Settled
                               Gather
     State, then its tensors
                               Release
@@ -200,6 +202,20 @@ class Stepped(Message):
     step: Count
 
 
+class Settle(Message):
+    """Say when all that was asked for before is done."""
+
+    type: Literal["settle"] = "settle"
+    generation: Count
+
+
+class Settled(Message):
+    """All that was asked for before is done."""
+
+    type: Literal["settled"] = "settled"
+    generation: Count
+
+
 class Gather(Message):
     """Send parameters and buffers back."""
 
@@ -298,6 +314,8 @@ AnyMessage = Annotated[
     | Norms
     | Scale
     | Stepped
+    | Settle
+    | Settled
     | Gather
     | State
     | Release

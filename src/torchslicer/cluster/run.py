@@ -31,6 +31,8 @@ from torchslicer.cluster.messages import (
     Release,
     Released,
     Scale,
+    Settle,
+    Settled,
     State,
     Step,
     WorkInfo,
@@ -42,10 +44,12 @@ from torchslicer.cluster.session import TARGET_VALUE, number_of, packet_value, t
 from torchslicer.errors import ShippingError, TorchSlicerError, TransportError, WorkerFailureError
 from torchslicer.pipeline.boundary import Export
 from torchslicer.pipeline.stage import Work, inputs_of_stage
+from torchslicer.transport.base import Channel
 from torchslicer.transport.frame import FrameKind
 
 _ABORT_TIMEOUT_S = 2.0
 _LONGEST_HOLD_S = 1.0
+_INNER_ABORT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class ClusterRun:
             mode: [inputs_of_stage(cut.graph, cut.stage_of, stage) for stage in range(len(self.members))]
             for mode, cut in ((True, training), (False, evaluation))
         }
-
+        self._inner = [member for member in self.members if member.inner is not None]
         coordinator.inbox.begin(generation, self.members, on_trouble=self._on_trouble)
 
     def _on_lost(self, rank: int, error: TorchSlicerError) -> None:
@@ -131,13 +135,17 @@ class ClusterRun:
         self._collect(Ready, self.members, timeout_s=self.settings.start_timeout_s)
 
     def _link(self, rank: int, member: Member) -> None:
+        channel, self.routes_taken[member.node] = self._attached(member)
+        self._links.add(rank, channel)
+
+    def _attached(self, member: Member) -> tuple[Channel, str]:
+        if member.inner is not None:
+            return member.inner.attach(), "memory"
         attach = Attach(run_id=self.settings.run_id, generation=self.generation, rank=COORDINATOR, secret=self._secret)
-        channel, how = open_link(
+        return open_link(
             self._endpoints(member), member.hello.host, attach, node=member.node, transport=self.settings.transport,
             protection=self.settings.protection, timeout_s=self.settings.start_timeout_s, check=self._check,
         )  # fmt: skip
-        self.routes_taken[member.node] = how
-        self._links.add(rank, channel)
 
     def _check(self) -> None:
         """Raise what ended the run, if anything has."""
@@ -199,6 +207,8 @@ class ClusterRun:
                 self.coordinator.give_up(member, error)
         self._links.close(timeout_s=0)
         self.coordinator.wait_released(live, timeout_s=_ABORT_TIMEOUT_S)
+        # While a stage in this process computes, it uses the random numbers that are the caller's afterwards.
+        self.coordinator.wait_released(self._inner, timeout_s=_INNER_ABORT_TIMEOUT_S)
         self.coordinator.inbox.end()
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -231,6 +241,17 @@ class ClusterRun:
         """Let all workers run a step whose batches were sent under the given passes."""
         infos = [_batch_info(pass_index, works) for pass_index, works in batches]
         self._tell_all(Step(generation=self.generation, step=step, batches=infos))
+
+    def wait_through(self, step: int) -> None:
+        """Wait until stages in this process are through with *step*."""
+        self.coordinator.inbox.wait_through(self._inner, step, timeout_s=self.settings.stall_timeout_s)
+
+    def settle(self) -> None:
+        """Wait until stages in this process have done all that they were told to."""
+        for member in self._inner:
+            self._send(member, Settle(generation=self.generation))
+        if self._inner:
+            self._collect(Settled, self._inner)
 
     def wait_begun(self, step: int) -> None:
         """Wait until the last stage is through with the step before *step*; failures show up in `losses`.
@@ -278,6 +299,7 @@ class ClusterRun:
             [packet] = self._mailbox.take([(FrameKind.OUTPUT, pass_index, 0, 0, 0)])
         except (TransportError, WorkerFailureError) as error:
             raise self._cause(self.members[-1], error) from error
+        self.settle()
         return packet_value(packet)
 
     def gather(self) -> dict[str, torch.Tensor]:

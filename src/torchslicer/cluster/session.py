@@ -21,6 +21,8 @@ from torchslicer.cluster.messages import (
     Norms,
     Number,
     Scale,
+    Settle,
+    Settled,
     State,
     Step,
     Stepped,
@@ -116,6 +118,8 @@ class RankSession:
             self.rank.advance("epoch", message.metrics)
         elif isinstance(message, Gather):
             self._gather()
+        elif isinstance(message, Settle):
+            self._tell(Settled(generation=self.generation))
         else:
             raise ProtocolError(f"message '{type(message).__name__}' does not belong into a run")
 

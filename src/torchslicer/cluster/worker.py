@@ -15,7 +15,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +23,16 @@ import torch
 
 from torchslicer.cluster.assignment import Assignment, RunAbortedError, failure_message
 from torchslicer.cluster.control import Control
+from torchslicer.cluster.current import CurrentRun
 from torchslicer.cluster.door import KNOWN, STRANGER
-from torchslicer.cluster.heap import keep_freed_memory, return_freed_memory
-from torchslicer.cluster.hub import PLAIN, Hub
+from torchslicer.cluster.heap import keep_freed_memory
+from torchslicer.cluster.hub import PLAIN, Attachments
 from torchslicer.cluster.messages import (
     PROTOCOL,
     Abort,
     Assign,
     Heartbeat,
     Hello,
-    Ready,
     Refused,
     Release,
     Released,
@@ -40,9 +40,7 @@ from torchslicer.cluster.messages import (
     Shutdown,
     Welcome,
 )
-from torchslicer.cluster.part import decode_part
 from torchslicer.cluster.security import Protection
-from torchslicer.cluster.session import RankSession
 from torchslicer.cluster.shipping.allow import Allowed
 from torchslicer.errors import (
     DeadlineError,
@@ -121,7 +119,7 @@ class Worker:
         protection: Of the connections that it makes.
     """
 
-    def __init__(self, settings: WorkerSettings, hub: Hub, *, protection: Protection = PLAIN) -> None:
+    def __init__(self, settings: WorkerSettings, hub: Attachments, *, protection: Protection = PLAIN) -> None:
         self.settings = settings
         self.hub = hub
         self.protection = protection
@@ -219,6 +217,9 @@ class Worker:
             builders=list(self.settings.builders),
         )
 
+    def _allowed(self) -> Allowed:
+        return Allowed(self.settings.trusted, allow_builders=self.settings.builders)
+
     # -- threads that read and beat --------------------------------------------------------------------------
 
     def _read(self, connection: Connection) -> None:
@@ -270,7 +271,7 @@ class Worker:
     # -- the thread that computes ----------------------------------------------------------------------------
 
     def _work(self, connection: Connection) -> None:
-        run = _Run()
+        run = CurrentRun()
         try:
             while True:
                 message, tensors, assignment = connection.commands.get()
@@ -294,7 +295,7 @@ class Worker:
     def _obey(
         self,
         connection: Connection,
-        run: _Run,
+        run: CurrentRun,
         message: Any,
         tensors: list[torch.Tensor],
         assignment: Assignment | None,
@@ -303,14 +304,14 @@ class Worker:
             if isinstance(message, Assign):
                 run.close()
                 run.assignment = assignment
-                self._begin(connection, run, tensors)
+                run.begin(tensors, device=self.settings.device, allowed=self._allowed(), tell=connection.control.send)
             elif run.session is not None and message.generation == run.session.generation:
                 run.handle(message)
             # anything else is left over from a run that was given up
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever goes wrong is the coordinator's to tell
             self._end_failed(connection, run, error)
 
-    def _end_failed(self, connection: Connection, run: _Run, error: BaseException) -> None:
+    def _end_failed(self, connection: Connection, run: CurrentRun, error: BaseException) -> None:
         """Tell what went wrong, unless the coordinator has ended the run itself, and forget the run.
 
         Telling comes first: other workers notice that links close, and what they say of it is only a consequence.
@@ -334,53 +335,10 @@ class Worker:
         with contextlib.suppress(TransportError):
             connection.control.send(failed)
 
-    def _begin(self, connection: Connection, run: _Run, tensors: Sequence[torch.Tensor]) -> None:
-        assignment = run.assignment
-        assert assignment is not None
-        message = assignment.message
-        torch.set_num_threads(max(message.threads, 1))
-        named = dict(zip(message.tensors, tensors, strict=True))
-        allowed = Allowed(self.settings.trusted, allow_builders=self.settings.builders)
-        part = decode_part(message.description, named, device=self.settings.device, allowed=allowed)
-        assignment.link()
-        run.session = RankSession(part, assignment.links, tell=connection.control.send, ask=assignment.ask_scale)
-        connection.control.send(Ready(generation=assignment.generation, threads=torch.get_num_threads()))
-        assignment.now("is ready")
-
-
-@dataclass
-class _Run:
-    """The run that the computing thread is in."""
-
-    assignment: Assignment | None = None
-    session: RankSession | None = None
-
-    def handle(self, message: Any) -> None:
-        """Do what a message says."""
-        assert self.assignment is not None
-        assert self.session is not None
-        self.assignment.now(f"computes: {_words(message)}")
-        self.session.handle(message)
-        self.assignment.now("has nothing to do")
-
-    def close(self) -> None:
-        """Forget it."""
-        session, assignment = self.session, self.assignment
-        self.session = self.assignment = None
-        for part in (session, assignment):
-            if part is not None:
-                part.close()
-        return_freed_memory()
-
 
 def _import_what_optimizers_import() -> None:
     """Make an optimizer: the first one of a process imports much of torch, which takes seconds. Not in a run, then."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-
-
-def _words(message: Any) -> str:
-    step = getattr(message, "step", None)
-    return type(message).__name__.lower() + ("" if step is None else f" {step}")
 
 
 @contextlib.contextmanager

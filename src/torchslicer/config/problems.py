@@ -41,7 +41,12 @@ def invalid(text: str, *, key: str = "", show_value: bool = True) -> PydanticCus
 
 
 def config_error(
-    error: ValidationError, model: type[BaseModel], *, where: Where = NOWHERE, at: Loc = ()
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    where: Where = NOWHERE,
+    at: Loc = (),
+    called: Mapping[str, str] | None = None,
 ) -> ConfigError:
     """Convert every problem in *error* to one line of a :class:`ConfigError`.
 
@@ -50,19 +55,22 @@ def config_error(
         model: The class that was validated; its field names are offered for misspelt keys.
         where: Says where a setting was given.
         at: Path of *model* inside the whole configuration.
+        called: Fields of *model* that were given under another name, and that name.
     """
-    problems = [_problem(details, model, where, at) for details in error.errors(include_url=False)]
+    names = called or {}
+    problems = [_problem(details, model, where, at, names) for details in error.errors(include_url=False)]
     if len(problems) == 1:
         return ConfigError(problems[0])
     lines = "\n".join(f"  {problem}" for problem in problems)
     return ConfigError(f"{len(problems)} settings cannot be used:\n{lines}")
 
 
-def _problem(details: ErrorDetails, model: type[BaseModel], where: Where, at: Loc) -> str:
+def _problem(details: ErrorDetails, model: type[BaseModel], where: Where, at: Loc, called: Mapping[str, str]) -> str:
     context = details.get("ctx", {})
-    loc = at + details["loc"]
+    loc = details["loc"]
     if context.get("key"):
         loc += (context["key"],)
+    loc = at + tuple(called.get(str(part), part) for part in loc[:1]) + loc[1:]
     place = where(loc)
     return f"{place + ': ' if place else ''}{dotted(loc)}: {_explain(details, context, model)}"
 

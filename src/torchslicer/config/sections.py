@@ -49,15 +49,37 @@ class Checked(BaseModel):
         """Check and set one setting; a refused value leaves everything as it was."""
         if not (name.startswith("_") or name in type(self).model_fields or hasattr(type(self), name)):
             raise ConfigError(f"{dotted((*self.section_path, name))}: {unknown_key((name,), type(self))}")
+        try:
+            self._put(name, value)
+        except ValidationError as error:
+            raise config_error(error, type(self), at=self.section_path) from None
+
+    def _put(self, name: str, value: Any) -> None:
         before, was_set = dict(self.__dict__), set(self.model_fields_set)
         try:
             super().__setattr__(name, value)
-        except ValidationError as error:
+        except ValidationError:
             # pydantic has stored the value already when a check of the whole section refuses it
             self.__dict__.clear()
             self.__dict__.update(before)
             object.__setattr__(self, "__pydantic_fields_set__", was_set)
-            raise config_error(error, type(self), at=self.section_path) from None
+            raise
+
+
+def assign(section: Checked, name: str, value: Any, *, argument: str) -> None:
+    """Check and set one setting that came as the *argument* of a call: what is wrong with it is said of that name.
+
+    Raises:
+        ConfigError: The value is impossible, or contradicts another setting.
+
+    >>> assign(PipelineSection(), "n_micro", 0, argument="num_microbatches")
+    Traceback (most recent call last):
+    torchslicer.errors.ConfigError: num_microbatches: expected greater than or equal to 1, got 0
+    """
+    try:
+        section._put(name, value)
+    except ValidationError as error:
+        raise config_error(error, type(section), called={name: argument}) from None
 
 
 def _default_optimizer() -> fields.NamedOptimizer:
@@ -216,13 +238,21 @@ class TlsSection(Checked):
         Raises:
             ConfigError: Only some of them are given.
         """
+        return self.files_of("network.tls")
+
+    def files_of(self, called: str) -> tuple[str, str, str] | None:
+        """Return ``files``; the error says what these settings are *called* where they were given.
+
+        Raises:
+            ConfigError: Only some of them are given.
+        """
         given = {"ca": self.ca, "cert": self.cert, "key": self.key}
         missing = [name for name, path in given.items() if path is None]
         if len(missing) == len(given):
             return None
         if missing:
             raise ConfigError(
-                f"network.tls: expected the files ca, cert and key, {' and '.join(missing)} missing; "
+                f"{called}: expected the files ca, cert and key, {' and '.join(missing)} missing; "
                 "`torchslicer certs init` makes all three"
             )
         return str(self.ca), str(self.cert), str(self.key)

@@ -3,41 +3,86 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError
+from torchslicer.executors import arguments
 
 logger = logging.getLogger("torchslicer.distributed")
 
 Discovery = CoordinatorDiscovery | StaticDiscovery
 
 _HERE = "127.0.0.1:0"
+_HOST_PORT = arguments.text("HOST:PORT")
 
 
-def check_arguments(discovery: Any, coordinator_addr: Any, run_config: Any, stall_timeout_s: Any) -> None:
-    """Check the kinds of what a program gives to an executor.
+def check_discovery(name: str, value: Any) -> None:
+    """Check what an executor is given as its discovery, and what is in it.
 
     Raises:
-        ConfigError: One is of another kind.
+        ConfigError: It, or something in it, is of another kind.
 
     Example:
-        >>> check_arguments("127.0.0.1:50054", None, None, 600.0)
+        >>> check_discovery("discovery", "127.0.0.1:50054")
         Traceback (most recent call last):
         torchslicer.errors.ConfigError: discovery: expected CoordinatorDiscovery(...) or StaticDiscovery(...), got ...
+        >>> check_discovery("discovery", StaticDiscovery(peers="10.0.0.7:50051"))
+        Traceback (most recent call last):
+        torchslicer.errors.ConfigError: discovery.peers: expected a list of texts such as ['10.0.0.7:50051'], got ...
     """
-    _check("discovery", discovery, Discovery | None, "CoordinatorDiscovery(...) or StaticDiscovery(...)")
-    _check("coordinator_addr", coordinator_addr, str | None, "HOST:PORT")
-    _check("run_config", run_config, RunConfig | None, "a RunConfig, such as RunConfig.load('run.yaml')")
-    _check("stall_timeout_s", stall_timeout_s, int | float, "a number of seconds above 0")
-    if not stall_timeout_s > 0:
-        raise ConfigError(f"stall_timeout_s: expected a number of seconds above 0, got {stall_timeout_s}")
+    arguments.instance(Discovery, "CoordinatorDiscovery(...) or StaticDiscovery(...)")(name, value)
+    for field, check in _IN_DISCOVERY.items():
+        part = getattr(value, field, None)
+        if part is not None:
+            check(f"{name}.{field}", part)
 
 
-def _check(name: str, value: Any, kinds: Any, expected: str) -> None:
-    if not isinstance(value, kinds):
-        raise ConfigError(f"{name}: expected {expected}, got {value!r:.80}")
+_IN_DISCOVERY = {
+    "run_id": arguments.text("the name of the run"),
+    "timeout_s": arguments.seconds,
+    "tag_filter": arguments.names("gpu"),
+    "peers": arguments.names("10.0.0.7:50051"),
+}
+
+arguments_checked = arguments.checked(
+    discovery=check_discovery,
+    coordinator_addr=_HOST_PORT,
+    run_config=arguments.run_config,
+    transport=arguments.one_of("grpc", "tcp"),
+    same_host=arguments.flag,
+    host_stage=arguments.instance(int, "0"),
+    host_threads=arguments.count,
+    insecure=arguments.flag,
+    free_local_weights=arguments.flag,
+    stall_timeout_s=arguments.seconds,
+)
+"""Lets an executor's constructor refuse arguments of another kind."""
+
+worker_arguments_checked = arguments.checked(
+    coordinator=_HOST_PORT,
+    listen=_HOST_PORT,
+    bind=_HOST_PORT,
+    data_port=arguments.instance(int | str, "a port such as 50061 or a range such as '50061-50068'"),
+    advertise=arguments.text("a host that others can connect to"),
+    device=arguments.text("'auto', 'cpu' or 'cuda:0'"),
+    threads=arguments.count,
+    tags=arguments.names("gpu"),
+    name=arguments.text("a name"),
+    trust=arguments.names("my_package"),
+    allow_builder=arguments.names("my_package.models:make"),
+    join=arguments.text("the join string that the coordinator has printed", secret=True),
+    join_file=arguments.path,
+    insecure=arguments.flag,
+    once=arguments.flag,
+    stop=arguments.instance(threading.Event, "a threading.Event"),
+    exit_after_s=arguments.seconds,
+    socket_folder=arguments.path,
+    run_config=arguments.run_config,
+)
+"""Lets `run_worker` refuse arguments of another kind."""
 
 
 def choose_discovery(given: Discovery | None, config: RunConfig) -> Discovery:

@@ -21,7 +21,7 @@ from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, DeadlineError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
 from torchslicer.executors.checks import check_builders, check_enough, check_inputs_stay, check_statistics
-from torchslicer.executors.described import check_arguments, choose_address, choose_discovery, discovery_timeout_s
+from torchslicer.executors.described import arguments_checked, choose_address, choose_discovery, discovery_timeout_s
 from torchslicer.executors.hosted import HostedStage
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
 from torchslicer.executors.protect import (
@@ -31,7 +31,6 @@ from torchslicer.executors.protect import (
     given_protection,
     how_to_start,
     protect_coordinator,
-    worker_options,
 )
 from torchslicer.executors.released import fill, release
 from torchslicer.pipeline.batch import Batch
@@ -51,7 +50,7 @@ _RETRY_S = 0.2
 
 @dataclass
 class _Sent:
-    """A step whose inputs are with the workers."""
+    """A step as the workers know it: the passes of its batches."""
 
     step: int
     batches: list[tuple[int, list[Work]]]
@@ -68,9 +67,9 @@ class DistributedExecutor:
         run_config: What is not given here, time-outs and transport; by default those of `RunConfig`.
         transport: ``"grpc"`` or ``"tcp"`` for tensors between hosts; on one host UNIX sockets are used either way.
         same_host: Use UNIX sockets between processes of one host; False lets tensors take *transport* there, too.
-        host_stage: 0 lets a process of this machine, started and stopped by the executor, hold stage 0, so that the
-            inputs stay here; the peers of a `StaticDiscovery` hold the other stages.
-        host_threads: Threads of torch in that process; by default the cores, shared with workers on this machine.
+        host_stage: 0 lets this process hold stage 0, so that the inputs stay in it; the peers of a `StaticDiscovery`
+            hold the other stages.
+        host_threads: Threads of torch for that stage; by default the cores, shared with workers on this machine.
         tls: Certificates: the files ``ca``, ``cert``, ``key``, and the ``names`` that peers may have; by default
             those of ``run_config.network.tls``. A coordinator that listens beyond loopback and has none makes its own;
             ``join_command`` then is the line that starts a worker.
@@ -97,8 +96,7 @@ class DistributedExecutor:
         >>> executor.close()
     """
 
-    wants_upcoming = True
-
+    @arguments_checked
     def __init__(
         self,
         discovery: CoordinatorDiscovery | StaticDiscovery | None = None,
@@ -114,18 +112,16 @@ class DistributedExecutor:
         free_local_weights: bool = False,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        check_arguments(discovery, coordinator_addr, run_config, stall_timeout_s)
         self.config = run_config or RunConfig()
         self.discovery = choose_discovery(discovery, self.config)
         coordinator_addr = choose_address(coordinator_addr, run_config)
         self.transport = transport or self.config.transport.tensor
-        if self.transport not in ("grpc", "tcp"):
-            raise ConfigError(f"transport: expected 'grpc' or 'tcp', got {self.transport!r}")
         if host_stage is not None and (host_stage != 0 or not isinstance(self.discovery, StaticDiscovery)):
             raise ConfigError(
                 f"host_stage: expected 0 (the stage that the inputs go to), with StaticDiscovery(peers=[...]) for the "
                 f"others; got {host_stage!r} with {type(self.discovery).__name__}"
             )
+        self.wants_upcoming = host_stage is None  # a stage in this process has its inputs anyway
         self.same_host = same_host
         self.free_local_weights = free_local_weights
         self.workers: Sequence[str] | None = None
@@ -148,8 +144,7 @@ class DistributedExecutor:
         self.address = self.join_command = ""
         if isinstance(self.discovery, CoordinatorDiscovery):
             self._listen(coordinator_addr, gate)
-        options = worker_options(self.config, tls=tls, protection=self.protection)
-        self._host = None if host_stage is None else HostedStage(self.coordinator, host_threads, options)
+        self._host = None if host_stage is None else HostedStage(self.coordinator, host_threads)
         self._local = LocalExecutor()
         self._generation = 0
         self._run: ClusterRun | None = None
@@ -264,13 +259,18 @@ class DistributedExecutor:
             NonFiniteLossError: The loss is not finite; no parameter was updated.
         """
         run, options = self._running()
-        sent = self._send(batches, step)
-        run.start_step(step, sent.batches)
-        self._sent = None
+        ahead, self._sent = self._sent, None
+        if ahead is not None and ahead.step == step:
+            run.start_step(step, ahead.batches)
+            sent = ahead
+        else:
+            sent = self._numbered(batches, step)
+            run.start_step(step, sent.batches)  # first: stages begin with the first inputs while others are sent
+            self._send(sent)
         if upcoming is not None:
             run.wait_begun(step)
             following = upcoming()
-            self._sent = None if following is None else self._send(following, step + 1)
+            self._sent = None if following is None else self._send(self._numbered(following, step + 1))
         losses = run.losses(step, len(sent.batches))
         total = total_loss(losses)
         check_finite(total, step)
@@ -279,17 +279,18 @@ class DistributedExecutor:
             found = global_norm(list(run.norms(step).values()))
             run.scale(step, clip_coefficient(found, options.max_grad_norm))
             norm = float(found)
+        run.wait_through(step)
         lr = self._rate.step() if self._rate is not None else 0.0
         return StepResult(float(total), sum(batch.size for batch in batches), lr, norm)
 
-    def _send(self, batches: Sequence[Batch], step: int) -> _Sent:
-        if self._sent is not None and self._sent.step == step:
-            return self._sent
+    def _numbered(self, batches: Sequence[Batch], step: int) -> _Sent:
         run, options = self._running()
-        numbered = [(run.next_pass(), works) for works in make_works(batches, options, step)]
-        for pass_index, works in numbered:
-            run.send_batch(works, pass_index, training=True)
-        return _Sent(step, numbered)
+        return _Sent(step, [(run.next_pass(), works) for works in make_works(batches, options, step)])
+
+    def _send(self, sent: _Sent) -> _Sent:
+        for pass_index, works in sent.batches:
+            self._running()[0].send_batch(works, pass_index, training=True)
+        return sent
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
         """Advance the schedulers that step once an epoch."""
@@ -302,9 +303,16 @@ class DistributedExecutor:
         run, self._run, self._sent = self._run, None, None
         if run is None:
             return
-        if failed:
-            run.abort("the run failed")
-            return
+        try:
+            if failed:
+                run.abort("the run failed")
+            else:
+                self._end(run)
+        finally:
+            if self._host is not None:
+                self._host.rest()
+
+    def _end(self, run: ClusterRun) -> None:
         try:
             if self._cut is not None:
                 fill(self._cut.graphs.training, run.gather())
@@ -332,7 +340,7 @@ class DistributedExecutor:
         """Stop listening and end all connections; with *shut_workers*, tell the workers to exit."""
         self.teardown(failed=True)  # a run that is still there: nobody was left to end it
         if self._host is not None:
-            self._host.close()
+            self._host.stop()
         self.coordinator.close(shut_workers=shut_workers)
 
     def __enter__(self) -> Self:

@@ -12,8 +12,8 @@ from torchslicer.cluster.security import Action, Protection, advertised_address,
 from torchslicer.cluster.security.tls import speaks_tls
 from torchslicer.config import RunConfig
 from torchslicer.config.environment import insecure_opt_in
-from torchslicer.config.sections import TlsSection
-from torchslicer.errors import SecurityError
+from torchslicer.config.sections import NetworkSection, TlsSection, assign
+from torchslicer.errors import ConfigError, SecurityError
 from torchslicer.transport.address import split_address
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def given_protection(config: RunConfig, *, tls: Tls | None = None, insecure: boo
         insecure: The code's half of the opt-in to plain text.
 
     Raises:
-        ConfigError: Only some of the files are given.
+        ConfigError: Only some of the files are given, or *tls* is something else.
         SecurityError: A file cannot be used.
 
     Example:
@@ -41,7 +41,7 @@ def given_protection(config: RunConfig, *, tls: Tls | None = None, insecure: boo
         True
     """
     section = _section(config, tls)
-    files = section.files
+    files = section.files_of("network.tls" if tls is None else "tls")
     found = Protection() if files is None else protection_from_files(*files, names=section.names)
     return replace(
         found,
@@ -86,15 +86,6 @@ def how_to_start(address: str, gate: JoinGate | None, protection: Protection) ->
     return command, command
 
 
-def worker_options(config: RunConfig, *, tls: Tls | None, protection: Protection) -> list[str]:
-    """Return the options by which a worker that a driver starts protects its connections as the driver does."""
-    section = _section(config, tls)
-    files = section.files
-    options = [] if files is None else ["--tls-ca", files[0], "--tls-cert", files[1], "--tls-key", files[2]]
-    options += [part for name in section.names for part in ("--tls-name", name)]
-    return [*options, "--insecure"] if protection.insecure_argument else options
-
-
 def check_trust(error: BaseException, who: str, protection: Protection, *, hint: str = "") -> None:
     """Give up where waiting cannot help: one side does not accept the other's certificate.
 
@@ -123,4 +114,8 @@ def check_plain(address: str, protection: Protection) -> None:
 def _section(config: RunConfig, tls: Tls | None) -> TlsSection:
     if tls is None:
         return config.network.tls
-    return tls if isinstance(tls, TlsSection) else TlsSection(**tls)
+    if not isinstance(tls, TlsSection | Mapping):
+        raise ConfigError(f"tls: expected the files {{'ca': ..., 'cert': ..., 'key': ...}}, got {tls!r:.80}")
+    network = NetworkSection()
+    assign(network, "tls", tls if isinstance(tls, TlsSection) else dict(tls), argument="tls")
+    return network.tls

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchslicer.errors import TransportError
 
-_UNIX = "unix:"
+_UNIX, _MEMORY = "unix:", "memory:"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -32,6 +32,30 @@ def local_path(address: str) -> str | None:
     ('/run/a.sock', None)
     """
     return address[len(_UNIX) :] if address.startswith(_UNIX) else None
+
+
+def local_peer(process: int) -> str:
+    """Return what stands for the address of a peer that came through a UNIX socket: it has none of its own.
+
+    >>> local_peer(4242), local_peer(0)
+    ('unix:process 4242', 'unix:a process')
+    """
+    return f"{_UNIX}process {process}" if process else f"{_UNIX}a process"
+
+
+def in_words(peer: str) -> str:
+    """Say for messages who or where a peer is.
+
+    >>> in_words(local_peer(4242)), in_words("memory:left")
+    ('process 4242 of this host', 'this process')
+    >>> in_words("10.0.0.7:50051"), in_words("unix:/run/a.sock")
+    ('10.0.0.7:50051', 'unix:/run/a.sock')
+    """
+    if peer.startswith(_MEMORY):
+        return "this process"
+    if peer.startswith(_UNIX) and not peer.startswith(f"{_UNIX}/"):
+        return f"{peer.removeprefix(_UNIX)} of this host"
+    return peer
 
 
 def split_address(address: str) -> tuple[str, int]:

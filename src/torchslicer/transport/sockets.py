@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import select
+import shutil
 import socket
+import stat
+import struct
 import tempfile
 from pathlib import Path
 
-from torchslicer.transport.address import join_address, split_address
+from torchslicer.transport.address import host_id, join_address, local_peer, split_address
 from torchslicer.transport.base import Deadline
 
 # A UNIX socket's default buffer (208 KiB) makes the sender of a larger tensor wait until the receiver has time for it;
 # buffers much beyond the caches make both slower.
 _UNIX_BUFFER_BYTES = 2 << 20
 _KEEPALIVE_S = 20
+_PREFIX = "torchslicer-"
 _MAX_FOLDER_BYTES = 60  # the path of a UNIX socket has room for about 100, and folders and names come below
 
 
@@ -27,14 +33,75 @@ def polled(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket
     return [sock for sock in sockets if sock.fileno() in ready]
 
 
-def private_folder(within: str | os.PathLike[str] | None = None) -> Path:
-    """Make a folder that only this user can enter, for UNIX sockets; whoever makes it removes it.
+class PrivateFolder:
+    """A folder for UNIX sockets that only this user can enter.
 
-    It lies in *within*, or else where temporary files go, unless that path is too long for sockets.
+    A lock in it tells others that it is in use, and goes with the process, however that ends: what a process that was
+    killed has left is removed when the next folder is made beside it.
+
+    Args:
+        within: Where it lies; by default where temporary files go, unless that path is too long for sockets.
+
+    Attributes:
+        path: The folder.
     """
-    if within is None and len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES:
-        within = "/tmp"  # noqa: S108 - mkdtemp makes a new folder of mode 0700 in it
-    return Path(tempfile.mkdtemp(prefix="torchslicer-", dir=within))
+
+    def __init__(self, within: Path | None = None) -> None:
+        if within is None:
+            within = Path(tempfile.gettempdir())
+            if len(os.fsencode(within)) > _MAX_FOLDER_BYTES:
+                within = Path("/tmp")  # noqa: S108 - mkdtemp makes a new folder of mode 0700 in it
+        _remove_left(within)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
+        self._lock: int | None = None
+        try:
+            self._lock = _locked(self.path)
+        except OSError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove it, with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock_name() -> str:
+    """Return the name of a folder's lock; the locks of other hosts cannot be seen on every shared file system."""
+    return f"in-use-on-{host_id()}"
+
+
+def _locked(folder: Path) -> int:
+    """Lock a file in *folder*, and give it its name only then: whoever finds a lock that is free finds nobody there."""
+    new = folder / "lock"
+    lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody takes the folder away
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(folder / _lock_name())
+    return lock
+
+
+def _remove_left(within: Path) -> None:
+    """Remove the folders in *within* that processes of this user have left when they were killed."""
+    for folder in within.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, without a lock that says so, or gone meanwhile
+            _remove_if_left(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    lock = os.open(folder / _lock_name(), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_left(folder)
+        if not any(folder.glob(f"{_PREFIX}*")):  # else workers live that were started by the one that is gone
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock)
 
 
 def connect_tcp(address: str, deadline: Deadline) -> socket.socket:
@@ -58,11 +125,19 @@ def connect_unix(path: str, timeout_s: float) -> socket.socket:
     return sock
 
 
+def _process_at(sock: socket.socket) -> int:
+    """Return which process has opened the other end of a UNIX socket; 0 where that cannot be known."""
+    if not hasattr(socket, "SO_PEERCRED"):  # not Linux
+        return 0
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
+
+
 def configure(sock: socket.socket) -> str:
     """Set the options that both ends need, and return who is at the other end."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-        return f"unix:{sock.getsockname() or sock.getpeername()}"
+        return local_peer(_process_at(sock))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import ssl
 import threading
@@ -25,7 +24,7 @@ from torchslicer.transport.base import Channel, ChannelOptions, ChannelStats, De
 from torchslicer.transport.frame import HEADER_BYTES, Expect, Frame
 from torchslicer.transport.queue import ByteQueue, again
 from torchslicer.transport.reader import FrameReader
-from torchslicer.transport.sockets import configure, connect_tcp, connect_unix, polled, private_folder
+from torchslicer.transport.sockets import PrivateFolder, configure, connect_tcp, connect_unix, polled
 from torchslicer.transport.stream import TICK_S, PlainStream, Stream, TlsStream
 from torchslicer.transport.writer import FrameWriter
 
@@ -246,7 +245,7 @@ class TcpListener:
         options: ChannelOptions | None = None,
     ) -> None:
         self._tls, self._options = tls, options or ChannelOptions()
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
         self._path: Path | None = None
         self._sockets: list[socket.socket] = []
         path = local_path(bind)
@@ -257,8 +256,8 @@ class TcpListener:
             else:
                 self.address = self._listen_tcp(bind)
                 if local:
-                    self._folder = private_folder(local if isinstance(local, Path) else None)
-                    self._listen_unix(self._folder / "socket")
+                    self._folder = PrivateFolder(local if isinstance(local, Path) else None)
+                    self._listen_unix(self._folder.path / "socket")
         except OSError as error:
             self.close()
             raise TransportError(
@@ -305,7 +304,7 @@ class TcpListener:
             self._path.unlink(missing_ok=True)
             self._path = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
