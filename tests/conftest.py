@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from tests.support import tvshim
 from tests.support.leak_police import leak_police
 
 __all__ = ["leak_police", "seed_torch"]
+
+# Who starts the tests in the background lets them, and every process that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any test module imports torchvision.
 tvshim.declare()

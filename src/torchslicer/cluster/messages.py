@@ -49,7 +49,10 @@ class Endpoint(Message):
 
 
 class Hello(Message):
-    """A worker introduces itself; ``instance`` tells its process from others of the same name."""
+    """A worker introduces itself.
+
+    ``instance`` tells it from others of the same name, ``process`` is the same for all workers in one process.
+    """
 
     type: Literal["hello"] = "hello"
     protocol: Small
@@ -57,6 +60,7 @@ class Hello(Message):
     torch_version: Text
     node: Text
     instance: Text = ""
+    process: Text = ""
     host: Text
     device: Text
     cores: Small

@@ -51,7 +51,7 @@ from torchslicer.errors import (
     TransportError,
     WorkerFailureError,
 )
-from torchslicer.transport.address import host_id
+from torchslicer.transport.address import host_id, process_id
 from torchslicer.transport.base import Channel
 from torchslicer.version import __version__
 
@@ -207,6 +207,7 @@ class Worker:
             torch_version=torch.__version__,
             node=self.settings.node,
             instance=self._instance,
+            process=process_id(),
             host=host_id(),
             device=str(self.settings.device),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -308,8 +309,10 @@ class Worker:
             elif run.session is not None and message.generation == run.session.generation:
                 run.handle(message)
             # anything else is left over from a run that was given up
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever goes wrong is the coordinator's to tell
+        except BaseException as error:  # noqa: BLE001 - whatever goes wrong is the coordinator's to tell
             self._end_failed(connection, run, error)
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # it may be Ctrl-C; in another thread only the code of a stage raises it
 
     def _end_failed(self, connection: Connection, run: CurrentRun, error: BaseException) -> None:
         """Tell what went wrong, unless the coordinator has ended the run itself, and forget the run.

@@ -76,12 +76,34 @@ def check_changing_buffers(cut: Cut, consequence: str) -> None:
             )
 
 
-def check_builders(members: Sequence[Member], parts: Sequence[ShippedPart]) -> None:
-    """Check that each worker allows the builder that its part of the model is made by.
+def check_members(members: Sequence[Member], parts: Sequence[ShippedPart]) -> None:
+    """Check that ``members[i]`` may hold stage ``i``.
 
     Raises:
-        ShippingError: One does not.
+        ConfigError: Two of them are in one process.
+        ShippingError: One does not allow the builder that its part of the model is made by.
     """
+    _check_processes(members)
+    _check_builders(members, parts)
+
+
+def _check_processes(members: Sequence[Member]) -> None:
+    """Stages in one process would wait for each other: who runs a batch needs the process's random numbers alone."""
+    found: dict[str, tuple[int, Member]] = {}
+    for stage, member in enumerate(members):
+        process = member.hello.process
+        if process in found:
+            other, first = found[process]
+            raise ConfigError(
+                f"stages {other} and {stage} would be in one process, that of {first} and {member}: a process computes "
+                "one stage of a run at a time, as torch's random numbers belong to all of it; start each worker in a "
+                "process of its own (torchslicer worker), or use ts.simulate, which starts them"
+            )
+        if process:
+            found[process] = stage, member
+
+
+def _check_builders(members: Sequence[Member], parts: Sequence[ShippedPart]) -> None:
     for member, part in zip(members, parts, strict=True):
         allowed = Allowed(allow_builders=member.hello.builders)
         missing = [name for name in part.builders if not allowed.allows_builder(name)]

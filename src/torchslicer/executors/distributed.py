@@ -20,7 +20,7 @@ from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, DeadlineError, TransportError, WorkerFailureError
 from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
-from torchslicer.executors.checks import check_builders, check_enough, check_inputs_stay, check_statistics
+from torchslicer.executors.checks import check_enough, check_inputs_stay, check_members, check_statistics
 from torchslicer.executors.described import arguments_checked, choose_address, choose_discovery, discovery_timeout_s
 from torchslicer.executors.hosted import HostedStage
 from torchslicer.executors.local import EVALUATION_STREAM, LocalExecutor
@@ -187,7 +187,7 @@ class DistributedExecutor:
         built = built_stages(cut.builder, training, evaluation)
         parts = [encode_part(training, evaluation, stage, ranks, options, built=built) for stage in ranks]
         members = self._members(parts)
-        check_builders(members, parts)
+        check_members(members, parts)
         self._generation += 1
         settings = RunSettings(
             self.run_id, self.transport, same_host=self.same_host, protection=self.coordinator.protection,

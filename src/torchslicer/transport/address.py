@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torchslicer.errors import TransportError
 
 _UNIX, _MEMORY = "unix:", "memory:"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESS = secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,15 @@ def host_id() -> str:
     except OSError:  # not Linux
         boot = ""
     return sha256(f"{boot}\0{socket.gethostname()}\0{_user()}".encode()).hexdigest()[:32]
+
+
+def process_id() -> str:
+    """Return a text that no other process has, on whichever host: numbers of processes repeat, a fork copies the rest.
+
+    >>> process_id() == process_id()
+    True
+    """
+    return f"{_PROCESS}-{os.getpid()}"
 
 
 def _user() -> str:
