@@ -244,6 +244,10 @@ class SlicedModel:
     def _exclusive(self) -> Iterator[None]:
         if self._is_training:
             raise ConfigError("train: this sliced model is being trained already; wait for that run to end")
+        if self.executor.busy:
+            raise ConfigError(
+                "train: the executor runs another model; wait for that run to end, or use another executor"
+            )
         self._is_training = True
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import torchslicer as ts
-from tests.support.cluster import TRANSPORTS, Peers, listening, travelling_by
+from tests.support.cluster import TRANSPORTS, Peers, free_address, listening, travelling_by, worker_thread
 from tests.support.driver import sliced_train, train_case
 from tests.support.models import GPT_CASE, MLP, MOE, UNET, Case
 from tests.support.nets_boundary import Raising
@@ -201,7 +202,41 @@ class Interrupts(ts.TrainingCallback):
         raise KeyboardInterrupt
 
 
-def test_an_error_of_the_stage_and_one_of_the_caller_leave_it_usable() -> None:
+class Ends(nn.Module):
+    """Raises what is no `Exception`, at the third batch."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, 16) to (B, 16)."""
+        self.seen += 1
+        if int(self.seen) >= 3:
+            raise KeyboardInterrupt
+        done: torch.Tensor = self.linear(x)
+        return done
+
+
+class Slow(Ends):
+    """Takes its time, at the fourth micro-batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, 16) to (B, 16)."""
+        self.seen += 1
+        if int(self.seen) >= 4:
+            time.sleep(0.5)
+        done: torch.Tensor = self.linear(x)
+        return done
+
+
+def test_an_error_of_the_stage_and_one_of_the_caller_leave_it_usable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torchslicer.cluster.run._ABORT_TIMEOUT_S", 0.01)
     batches = [(torch.randn(8, 16), torch.randint(4, (8,)))] * 4
     raises, harmless = nn.Sequential(Raising(), nn.Linear(16, 4)), nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     options: dict[str, Any] = {"epochs": 1, "run_dir": False}
@@ -209,9 +244,54 @@ def test_an_error_of_the_stage_and_one_of_the_caller_leave_it_usable() -> None:
         with pytest.raises(ts.StageError, match=r"stage 0 on worker 'driver-\w+'") as caught:
             ts.slice(raises, n=2, executor=hosting).train(batches, SGD, "cross_entropy", **options)
         assert "ValueError: boom" in str(caught.value)
+        interrupts = nn.Sequential(Ends(), nn.Linear(16, 4))
+        with pytest.raises(ts.StageError, match=r"stage 0 on worker 'driver-\w+' \(this process\): KeyboardInterrupt"):
+            ts.slice(interrupts, n=2, executor=hosting).train(batches, SGD, "cross_entropy", **options)
+        with pytest.raises(ts.StageError, match="stage 1"):
+            ts.slice(nn.Sequential(Slow(), Raising(), nn.Linear(16, 4)), cuts=["1"], executor=hosting).train(
+                batches, SGD, "cross_entropy", num_microbatches=2, **options
+            )
+        assert "a stage in this process still computes; it is waited for" in caplog.text
         with pytest.raises(KeyboardInterrupt):
             ts.slice(harmless, n=2, executor=hosting).train(
                 batches, SGD, "cross_entropy", callbacks=[Interrupts()], **options
             )
         want = train_case(MLP, ADAM, n=2, steps=2)
         assert_same_bits(train_case(MLP, ADAM, n=2, steps=2, slice_options={"executor": hosting}), want)
+
+
+@pytest.mark.parametrize("host_stage", [None, 0])
+def test_two_stages_in_one_process_are_refused(host_stage: int | None) -> None:
+    addresses = [free_address(), free_address()]
+    who = r"'driver-\w+' \(this process\) and worker 'one'" if host_stage == 0 else r"'one'.* and worker 'two'"
+    with (
+        worker_thread(listen=addresses[0], name="one"),
+        worker_thread(listen=addresses[1], name="two"),
+        DistributedExecutor(StaticDiscovery(peers=addresses), host_stage=host_stage) as executor,
+        pytest.raises(ts.ConfigError, match=rf"stages 0 and 1 would be in one process, that of worker {who}"),
+    ):
+        train_case(MLP, SGD, n=2, steps=1, slice_options={"executor": executor})
+
+
+class AnotherModel(ts.TrainingCallback):
+    """Uses the executor of a run for another model meanwhile."""
+
+    def __init__(self, executor: DistributedExecutor) -> None:
+        torch.manual_seed(11)
+        self.model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.sliced = ts.slice(self.model, n=2, executor=executor)
+        self.batch = torch.randn(4, 16), torch.randint(4, (4,))
+        self.predicted: torch.Tensor | None = None
+
+    def on_step_end(self, step: int, metrics: Any) -> None:
+        self.predicted = self.sliced.predict([self.batch])
+        with pytest.raises(ts.ConfigError, match="the executor runs another model"):
+            self.sliced.train([self.batch], SGD, "cross_entropy", epochs=1, run_dir=False)
+
+
+def test_another_model_is_not_taken_for_the_one_that_is_trained(hosting: DistributedExecutor) -> None:
+    other = AnotherModel(hosting)
+    got = train_case(MLP, SGD, n=2, steps=2, callbacks=[other], slice_options={"executor": hosting})
+    assert_same_bits(got, train_case(MLP, SGD, n=2, steps=2))
+    assert other.predicted is not None
+    assert torch.equal(other.predicted, other.model(other.batch[0]))

@@ -33,6 +33,24 @@ sys.path.insert(0, sys.argv[1])
 import torchslicer
 """
 
+TRAIN_WITHOUT_POSIX = """
+import os, socket, sys
+
+for module in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[module] = None
+for module, names in ((os, "sched_getaffinity geteuid fork"), (socket, "AF_UNIX SO_PEERCRED MSG_DONTWAIT MSG_WAITALL")):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+import torch
+import torchslicer
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+x = torch.randn(8, 4)
+[epoch] = torchslicer.slice(model, n=2).train([(x, x[:, :2])], "sgd", "mse", epochs=1, run_dir=False)
+print(epoch["samples"])
+"""
+
 IMPORT_IN_USE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -128,3 +146,10 @@ def test_public_names_are_pinned():
 @pytest.mark.parametrize("name", PUBLIC_API.read_text(encoding="utf-8").split())
 def test_public_name_exists(name):
     assert hasattr(torchslicer, name)
+
+
+def test_local_training_needs_nothing_that_windows_lacks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN_WITHOUT_POSIX], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "8", done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ from torchslicer.pipeline.boundary import Export
 from torchslicer.pipeline.stage import Work, inputs_of_stage
 from torchslicer.transport.base import Channel
 from torchslicer.transport.frame import FrameKind
+
+logger = logging.getLogger("torchslicer.distributed")
 
 _ABORT_TIMEOUT_S = 2.0
 _LONGEST_HOLD_S = 1.0
@@ -208,7 +211,12 @@ class ClusterRun:
         self._links.close(timeout_s=0)
         self.coordinator.wait_released(live, timeout_s=_ABORT_TIMEOUT_S)
         # While a stage in this process computes, it uses the random numbers that are the caller's afterwards.
-        self.coordinator.wait_released(self._inner, timeout_s=_INNER_ABORT_TIMEOUT_S)
+        if not self.coordinator.wait_released(self._inner, timeout_s=0):
+            logger.warning(
+                "%s: a stage in this process still computes; it is waited for, up to %g s (Ctrl-C: no longer)",
+                reason, _INNER_ABORT_TIMEOUT_S,
+            )  # fmt: skip
+            self.coordinator.wait_released(self._inner, timeout_s=_INNER_ABORT_TIMEOUT_S)
         self.coordinator.inbox.end()
 
     # -- steps -----------------------------------------------------------------------------------------------

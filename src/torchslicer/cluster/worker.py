@@ -309,7 +309,7 @@ class Worker:
             elif run.session is not None and message.generation == run.session.generation:
                 run.handle(message)
             # anything else is left over from a run that was given up
-        except BaseException as error:  # noqa: BLE001 - whatever goes wrong is the coordinator's to tell
+        except BaseException as error:  # whatever goes wrong is the coordinator's to tell
             self._end_failed(connection, run, error)
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise  # it may be Ctrl-C; in another thread only the code of a stage raises it

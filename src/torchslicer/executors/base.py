@@ -60,11 +60,15 @@ class Executor(Protocol):
     """Runs a cut model. Calls come in this order: ``setup``, then steps and epochs, then ``teardown``.
 
     ``wants_upcoming`` says whether steps should be told of the batches that come after them, to send them ahead;
-    ``insecure`` whether it speaks plain text with other machines.
+    ``insecure`` whether it speaks plain text with other machines; ``busy`` whether a run is in progress.
     """
 
     wants_upcoming: bool
     insecure: bool
+
+    @property
+    def busy(self) -> bool:
+        """Whether it was set up for a run that has not been torn down."""
 
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
         """Get ready to train."""

@@ -167,6 +167,11 @@ class DistributedExecutor:
 
     # -- a run -----------------------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Whether a run is in progress."""
+        return self._run is not None
+
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
         """Wait for the workers, give each its stage, and link them.
 
@@ -326,8 +331,8 @@ class DistributedExecutor:
         return self._run.gather() if self._run is not None and self._cut is cut else None
 
     def forward(self, cut: Cut, batch: Batch, *, criterion: Criterion | None, mixed_precision: bool) -> ForwardResult:
-        """Run a batch in evaluation mode: on the workers while a run lasts, else here."""
-        if self._run is None:
+        """Run a batch in evaluation mode: on the workers while a run of *cut* lasts, else here."""
+        if self._run is None or self._cut is not cut:
             return self._local.forward(cut, batch, criterion=criterion, mixed_precision=mixed_precision)
         work = Work(0, batch.inputs, batch.target, key=stream_key(EVALUATION_STREAM, 0, 0))
         output = self._run.evaluate([work])

@@ -48,6 +48,11 @@ class LocalExecutor:
         """The stages of the run in progress."""
         return self._running().rank.runtime.stages
 
+    @property
+    def busy(self) -> bool:
+        """Whether a run is in progress."""
+        return self._run is not None
+
     def setup(self, cut: Cut, options: TrainingOptions) -> None:
         """Place the stages on their devices and make their optimizers.
 
