@@ -14,6 +14,7 @@ from torch import nn
 from torchslicer.errors import DataError, StageError
 from torchslicer.graph.fx import trace_fx
 from torchslicer.graph.model import Ambient, GraphInput, ModelGraph, Node, Ref, Unit
+from torchslicer.pipeline.draws import may_draw
 from torchslicer.pipeline.interpreter import Program
 
 
@@ -60,10 +61,66 @@ def test_a_value_is_freed_at_its_last_use_and_not_before() -> None:
     assert seen == {"double": [0], "plus": [0, 1], "sum": [2]}
 
 
-def test_units_are_seeded_once_each_in_order() -> None:
+DRAWING = graph(
+    Node(1, "drop", "function", nn.functional.dropout, (Ref(0),)),
+    Node(2, "double", "function", operator.mul, (Ref(1), 2)),
+    Node(3, "noise", "function", torch.rand_like, (Ref(2),)),
+    Node(4, "own", "function", lambda x: x, (Ref(3),)),
+    units=((1,), (2,), (2, 3), (4,)),
+)
+
+
+def test_units_that_may_draw_are_seeded_once_each_in_order() -> None:
     seeded: list[int] = []
-    Program(CHAIN, [0, 1]).run({0: torch.ones(1)}, seed_unit=seeded.append)
-    assert seeded == [0, 1]
+    Program(DRAWING, [0, 1, 2, 3]).run({0: torch.ones(1)}, seed_unit=seeded.append)
+    assert seeded == [0, 2, 3]
+
+
+class Noisy(nn.Linear):
+    """Draws, though its base class does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.rand(())
+
+
+def hooked() -> nn.Module:
+    """Return a layer with a hook that draws."""
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda module, inputs, output: output + torch.rand(()))
+    return layer
+
+
+def replaced() -> nn.Module:
+    """Return a layer whose `forward` was replaced by one that draws."""
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda x: x + torch.rand(())  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [
+        (nn.Linear(2, 2), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout()), True),
+        (nn.RReLU(), True),
+        (nn.LSTM(2, 2, dropout=0.5, num_layers=2), True),
+        (Noisy(2, 2), True),
+        (hooked(), True),
+        (replaced(), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_layers_that_certainly_draw_nothing_are_taken_to(layer: nn.Module, draws: bool) -> None:
+    made = graph(Node(1, "layer", "module", "0", (Ref(0),)), units=((1,),), model=nn.Sequential(layer))
+    assert may_draw(made, made.nodes[1]) is draws
+
+
+def test_an_exported_operation_draws_if_it_says_so() -> None:
+    targets = [torch.ops.aten.relu.default, torch.ops.aten.native_dropout.default]
+    nodes = [Node(index, "op", "function", target, (Ref(0),)) for index, target in enumerate(targets, 1)]
+    made = graph(*nodes, units=((1,), (2,)))
+    assert [may_draw(made, node) for node in nodes] == [False, True]
 
 
 def test_nested_arguments_and_sources() -> None:

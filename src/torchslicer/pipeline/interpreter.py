@@ -16,6 +16,7 @@ from torch import nn
 
 from torchslicer.errors import StageError, UserError
 from torchslicer.graph.model import DEFAULT_AMBIENT, SOURCES, Ambient, ModelGraph, Node, Ref, map_refs
+from torchslicer.pipeline.draws import may_draw
 
 Environment = dict[int, Any]
 """What each node has made, by node index."""
@@ -29,7 +30,7 @@ class Instruction:
 
     ``call`` is called with the arguments; ``plain`` lists the argument nodes when all are plain references and
     there are no keywords (the common and quick case); ``frees`` are nodes used here for the last time; ``ambient`` is
-    None where the node runs as its caller does.
+    None where the node runs as its caller does; ``seeds`` says whether the random numbers of its unit begin here.
     """
 
     node: Node
@@ -38,7 +39,7 @@ class Instruction:
     unit: int
     call: Call
     plain: tuple[int, ...] | None
-    first_of_unit: bool
+    seeds: bool
     frees: tuple[int, ...]
 
 
@@ -64,7 +65,8 @@ class Program:
         self.graph = graph
         self.units = tuple(units)
         steps = [(graph.nodes[index], unit) for unit in self.units for index in graph.units[unit].nodes]
-        self.instructions = _compile(steps, set(keep), bind or (lambda node, _: default_call(graph, node)))
+        drawing = {unit for node, unit in steps if may_draw(graph, node)}
+        self.instructions = _compile(steps, set(keep), drawing, bind or (lambda node, _: default_call(graph, node)))
 
     def run(
         self,
@@ -77,11 +79,11 @@ class Program:
 
         Args:
             environment: Holds the inputs and imported values under their nodes.
-            seed_unit: Called with the index of each unit before it runs.
+            seed_unit: Called with the index of each unit that may draw random numbers, before it runs.
             observe: A context around each instruction (measurement, analysis).
         """
         for instruction in self.instructions:
-            if seed_unit is not None and instruction.first_of_unit:
+            if seed_unit is not None and instruction.seeds:
                 seed_unit(instruction.unit)
             try:
                 if observe is None:
@@ -129,7 +131,7 @@ def _entered(ambient: Ambient) -> Any:
 
 
 def _compile(
-    steps: Sequence[tuple[Node, int]], keep: set[int], bind: Callable[[Node, int], Call]
+    steps: Sequence[tuple[Node, int]], keep: set[int], drawing: set[int], bind: Callable[[Node, int], Call]
 ) -> tuple[Instruction, ...]:
     last_use: dict[int, int] = {}
     for position, (node, _) in enumerate(steps):
@@ -151,7 +153,7 @@ def _compile(
                 unit=unit,
                 call=bind(node, unit),
                 plain=_plain_arguments(node),
-                first_of_unit=unit != previous,
+                seeds=unit != previous and unit in drawing,
                 frees=tuple(frees.get(position, ())),
             )
         )
