@@ -116,6 +116,20 @@ def test_only_layers_that_certainly_draw_nothing_are_taken_to(layer: nn.Module, 
     assert may_draw(made, made.nodes[1]) is draws
 
 
+class Unhashable:
+    """A callable as users may write them."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_callable_of_the_user_is_taken_to_draw() -> None:
+    made = graph(Node(1, "own", "function", Unhashable(), (Ref(0),)), units=((1,),))
+    assert may_draw(made, made.nodes[1])
+
+
 def test_an_exported_operation_draws_if_it_says_so() -> None:
     targets = [torch.ops.aten.relu.default, torch.ops.aten.native_dropout.default]
     nodes = [Node(index, "op", "function", target, (Ref(0),)) for index, target in enumerate(targets, 1)]

@@ -25,16 +25,15 @@ _QUIET_MODULES: frozenset[type[nn.Module]] = frozenset(
         nn.LogSoftmax, nn.GLU, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ConstantPad2d,
     }
 )  # fmt: skip
-_QUIET_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
-    {
-        operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.getitem,
-        operator.iadd, operator.imul, getattr,
-        torch.add, torch.sub, torch.mul, torch.matmul, torch.cat, torch.flatten, torch.relu, torch.tanh, torch.sigmoid,
-        torch.reshape, torch.transpose, torch.permute, torch.chunk, torch.split, torch.mean, torch.sum,
-        functional.relu, functional.gelu, functional.silu, functional.linear, functional.layer_norm,
-        functional.softmax, functional.log_softmax, functional.adaptive_avg_pool2d, functional.max_pool2d,
-    }
+_QUIET_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.getitem,
+    operator.iadd, operator.imul, getattr,
+    torch.add, torch.sub, torch.mul, torch.matmul, torch.cat, torch.flatten, torch.relu, torch.tanh, torch.sigmoid,
+    torch.reshape, torch.transpose, torch.permute, torch.chunk, torch.split, torch.mean, torch.sum,
+    functional.relu, functional.gelu, functional.silu, functional.linear, functional.layer_norm,
+    functional.softmax, functional.log_softmax, functional.adaptive_avg_pool2d, functional.max_pool2d,
 )  # fmt: skip
+_QUIET_IDS = frozenset(map(id, _QUIET_FUNCTIONS))  # a callable of the user need not be hashable
 _QUIET_METHODS = frozenset(
     {
         "view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "size", "chunk", "split",
@@ -60,7 +59,7 @@ def may_draw(graph: ModelGraph, node: Node) -> bool:
         return node.target not in _QUIET_METHODS
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
         return torch.Tag.nondeterministic_seeded in node.target.tags
-    return node.target not in _QUIET_FUNCTIONS
+    return id(node.target) not in _QUIET_IDS
 
 
 def _is_quiet(module: nn.Module) -> bool:
