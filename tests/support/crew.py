@@ -26,7 +26,7 @@ from torchslicer.discovery import CoordinatorDiscovery
 from torchslicer.errors import WorkerFailureError
 from torchslicer.executors.distributed import DistributedExecutor
 
-INTERVAL_S, TIMEOUT_S = 0.3, 0.7
+INTERVAL_S, TIMEOUT_S = 0.3, 1.7
 GIVEN_UP_S = 2 * (INTERVAL_S + TIMEOUT_S)
 CONFIG = RunConfig.create(fault_tolerance={"heartbeat_interval_s": INTERVAL_S, "ping_timeout_s": TIMEOUT_S})
 SLACK_S = 2.0
