@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchslicer as ts
 from tests.support import builders
@@ -19,6 +20,7 @@ from tests.support.cluster import Peers, worker_program
 from tests.support.driver import Recorder
 from tests.support.leak_police import LATE_THREADS
 from tests.support.models import MLP
+from tests.support.nets_boundary import Raising
 from tests.support.oracle import ADAM, SGD, Result, assert_same_bits, snapshot
 from torchslicer.cluster.shipping.stage_codec import encode_stage
 from torchslicer.config import RunConfig
@@ -144,6 +146,15 @@ def test_a_worker_that_builds_the_model_keeps_its_stage_only(
 
 
 def test_a_worker_that_is_sent_its_stage_holds_nothing_else(pool: DistributedExecutor, tmp_path: Path) -> None:
+    sliced = ts.slice(builders.make_census(str(tmp_path)), cuts=["2", "4"], executor=pool)
+    assert_only_its_own(sliced, tmp_path)
+
+
+def test_nothing_stays_of_a_run_that_failed(pool: DistributedExecutor, tmp_path: Path) -> None:
+    raising = ts.slice(nn.Sequential(Raising(), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4)), n=3, executor=pool)
+    batches = [(torch.randn(8, 16), torch.randint(4, (8,)))] * 4
+    with pytest.raises(ts.StageError, match="boom"):
+        raising.train(batches, ADAM, "cross_entropy", epochs=1, run_dir=False)
     sliced = ts.slice(builders.make_census(str(tmp_path)), cuts=["2", "4"], executor=pool)
     assert_only_its_own(sliced, tmp_path)
 

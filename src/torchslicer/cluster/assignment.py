@@ -155,6 +155,8 @@ class Assignment:
         """Forget the run; connections for it that nobody took are closed too."""
         self.links.close()
         self.mailbox.fail(RunAbortedError("the run is over"))
+        if self.mailbox.failure is not None:
+            self.mailbox.failure.__traceback__ = None  # its frames hold the stage
         self._hub.forget(self.message.run_id)
 
     def _lost(self, rank: int, error: TorchSlicerError) -> None:

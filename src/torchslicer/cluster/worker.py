@@ -99,6 +99,12 @@ class Connection:
         if self.assignment is not None:
             self.assignment.fail(error)
 
+    @property
+    def doing(self) -> str:
+        """What the computing thread is at, in words."""
+        assignment = self.assignment
+        return "is idle" if assignment is None else assignment.doing
+
     def end(self) -> None:
         """Let the computing thread come to an end."""
         self.commands.put((None, [], None))
@@ -266,8 +272,7 @@ class Worker:
     def _beat(self, connection: Connection) -> None:
         with contextlib.suppress(TransportError):  # the reading thread notices, too
             while not connection.ended.wait(connection.welcome.heartbeat_interval_s):
-                doing = "is idle" if (assignment := connection.assignment) is None else assignment.doing
-                connection.control.beat(Heartbeat(doing=doing[:1000]))
+                connection.control.beat(Heartbeat(doing=connection.doing[:1000]))
 
     # -- the thread that computes ----------------------------------------------------------------------------
 
@@ -285,6 +290,7 @@ class Worker:
                         run.close()
                         connection.assignment = None  # the next comes only once this one is known to be released
                     connection.control.send(Released(generation=message.generation))
+                    del message, tensors, assignment  # what a run failed with hangs on it, and its weights on that
                     gc.collect()  # weights that hang in a cycle are not to stay until the next run needs the memory
                 else:
                     self._obey(connection, run, message, tensors, assignment)
