@@ -27,6 +27,11 @@ settings.register_profile("torchslicer", deadline=None, print_blob=True, derando
 settings.load_profile("torchslicer")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests that compare bits over the whole matrix can be told to run each of its cases more than once."""
+    parser.addoption("--repeats", type=int, default=1, help="how often each run of the full matrices is compared")
+
+
 @pytest.fixture(autouse=True)
 def seed_torch(leak_police: None) -> None:
     """Give every test the same random numbers, whatever ran before it."""

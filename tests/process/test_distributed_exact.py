@@ -51,6 +51,11 @@ def train(case: Case, executor: Any, *, n: int, steps: int, **options: Any) -> R
     return train_case(case, SPECS[case.name], n=n, steps=steps, dropout=0.1, slice_options=extra, **options)
 
 
+@pytest.fixture
+def repeats(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--repeats"))
+
+
 @functools.cache
 def expected(name: str, schedule: str, steps: int) -> Result:
     """Return what two stages in this process make of it; that their number changes no bit is tested elsewhere."""
@@ -87,10 +92,11 @@ def test_peers_give_the_bits_of_local_training(peers: Peers, name: str, schedule
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "schedule", "n", "transport"), FULL)
-def test_full_matrix_on_workers(pool: DistributedExecutor, name: str, schedule: str, n: int, transport: str) -> None:
+@pytest.mark.parametrize("run", FULL, ids=lambda run: "-".join(map(str, run)))
+def test_full_matrix_on_workers(pool: DistributedExecutor, repeats: int, run: tuple[str, str, int, str]) -> None:
+    name, schedule, n, transport = run
     with travelling_by(pool, transport):
-        for _ in range(5 if name == "mlp" else 1):
+        for _ in range(repeats):
             assert_exact(name, schedule, pool, n=n, steps=FULL_STEPS)
 
 
@@ -99,6 +105,7 @@ def test_full_matrix_on_workers(pool: DistributedExecutor, name: str, schedule: 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", CASES)
-def test_full_matrix_on_peers(peers: Peers, name: str, schedule: str, transport: str) -> None:
+def test_full_matrix_on_peers(peers: Peers, repeats: int, name: str, schedule: str, transport: str) -> None:
     with peers.driver() as executor, travelling_by(executor, transport):
-        assert_exact(name, schedule, executor, n=2, steps=FULL_STEPS)
+        for _ in range(repeats):
+            assert_exact(name, schedule, executor, n=2, steps=FULL_STEPS)

@@ -55,6 +55,8 @@ class Counting:
 class Bytes:
     """A stream of bytes that are there already, in pieces of any size."""
 
+    shares = False
+
     def __init__(self, data: bytes, piece: int) -> None:
         self.data, self.piece, self.position = data, piece, 0
 

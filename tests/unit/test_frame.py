@@ -81,7 +81,7 @@ def test_codes_of_dtypes_are_pinned() -> None:
         (patched(45, "B", 1), "beyond the number of dimensions, 1"),
         (patched(46, "B", 64), "alignment 64"),
         (patched(47, "B", Layout.COMPACT), "has layout DENSE, not 2"),
-        (patched(56, "Q", 1), "reserved field 0x1"),
+        (patched(56, "Q", 1), "unexpected block of shared memory 0x1"),
         (patched(64, "QQ", 2**63, 2**63), "impossible shape"),
         (patched(128, "qq", -3, 1), "impossible shape"),
         (patched(128, "qq", 2**62, 1), "has layout COMPACT, not 1"),

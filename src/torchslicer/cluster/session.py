@@ -134,10 +134,12 @@ class RankSession:
         found: list[torch.Tensor] = []
         reported_aux = False
         for number, batch in enumerate(message.batches):
-            report = _Reporter(self, message.step, number, len(batch.works), found)
+            losses = _Losses(message.step, len(batch.works), found)
             self.exchange.begin(batch.pass_index)
-            self.rank.run_batch(_Works(self, self.rank.runtime, batch, with_target=self._is_last), report)
-            reported_aux |= report.has_aux
+            self.rank.run_batch(_Works(self, self.rank.runtime, batch, with_target=self._is_last), losses)
+            # Only now: the coordinator goes on as soon as it knows them, and on a machine that holds everything it
+            # would take a core from the last backward passes.
+            reported_aux |= self._report(message.step, number, losses.collector)
         if self._reports is None:
             self._reports = self._is_last or reported_aux
         self.rank.finish_batches(self._exchange_tied(message.batches[-1].pass_index))
@@ -145,7 +147,7 @@ class RankSession:
         self.rank.step()
         self._tell(Stepped(generation=self.generation, step=message.step))
 
-    def report(self, step: int, batch: int, collector: LossCollector) -> bool:
+    def _report(self, step: int, batch: int, collector: LossCollector) -> bool:
         """Tell the coordinator what a batch's losses are; return whether any was auxiliary.
 
         In the first step every rank reports, later those that had something to say.
@@ -227,26 +229,23 @@ class RankSession:
         self._tell(State(generation=self.generation, tensors=list(tensors)), cpu)
 
 
-class _Reporter:
-    """Takes the results of a batch in, and reports once its last micro-batch is through."""
+class _Losses:
+    """Takes the results of a batch in; once its last micro-batch is through, the step's losses must be finite.
 
-    def __init__(
-        self, session: RankSession, step: int, batch: int, num_microbatches: int, found: list[torch.Tensor]
-    ) -> None:
-        self._session, self._step, self._batch = session, step, batch
-        self._left = num_microbatches
-        self._found = found
-        self._collector = LossCollector()
-        self.has_aux = False
+    *found* collects the losses of all batches of the step.
+    """
+
+    def __init__(self, step: int, num_microbatches: int, found: list[torch.Tensor]) -> None:
+        self._step, self._left, self._found = step, num_microbatches, found
+        self.collector = LossCollector()
 
     def __call__(self, microbatch: int, result: Result) -> None:
-        self._collector.add(microbatch, result)
+        self.collector.add(microbatch, result)
         self._left -= 1
         if not self._left:
-            self._found += self._collector.in_order()
+            self._found += self.collector.in_order()
             if self._found:
                 check_finite(total_loss(self._found), self._step)
-            self.has_aux = self._session.report(self._step, self._batch, self._collector)
 
 
 class _Works(Sequence[Work]):

@@ -85,6 +85,17 @@ def tensors_of_every_kind() -> Iterator[tuple[str, torch.Tensor]]:
     yield "view that requires a gradient", torch.randn(3, 4, requires_grad=True).t()
 
 
+def large_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """Make named tensors of some hundred KiB, of every dtype and of some layouts and alignments."""
+    for dtype in CODE_OF_DTYPE:
+        yield f"{dtype}", random_bits(dtype, 200, 1000)
+    yield "transposed", torch.randn(300, 200).t()
+    yield "channels_last", torch.randn(4, 30, 40, 50).to(memory_format=torch.channels_last)
+    yield "with gaps", torch.randn(600, 400)[::2, 1::3]
+    yield "misaligned by one element", torch.randn(100_001)[1:]
+    yield "misaligned within an element", torch.frombuffer(bytearray(400_001), dtype=torch.float32, offset=1)
+
+
 class ChannelConformance:
     """Tests of one kind of channel."""
 
@@ -98,6 +109,27 @@ class ChannelConformance:
             for name, tensor in tensors_of_every_kind():
                 left.send(Frame.of_tensor(FrameKind.FORWARD, tensor), timeout_s=WAIT_S)
                 check_same(name, right.receive(timeout_s=WAIT_S).tensor(), tensor)
+
+    def test_large_tensors_arrive_with_their_bits_strides_and_alignment(self) -> None:
+        """However a channel brings what is worth a way of its own."""
+        with self.pair(ChannelOptions()) as (left, right):
+            for name, tensor in large_tensors():
+                for kind in (FrameKind.FORWARD, FrameKind.STATE):
+                    left.send(Frame.of_tensor(kind, tensor), timeout_s=WAIT_S)
+                    check_same(name, right.receive(timeout_s=WAIT_S).tensor(), tensor)
+
+    def test_received_tensors_outlive_later_ones_and_the_channel(self) -> None:
+        """A receiver may keep what it got for as long as it likes."""
+        sent = [torch.full((50_000,), float(number)) for number in range(20)]
+        with self.pair(ChannelOptions(send_queue_bytes=1 << 20)) as (left, right):
+            kept = []
+            for tensor in sent:
+                left.send(Frame.of_tensor(FrameKind.FORWARD, tensor), timeout_s=WAIT_S)
+                kept.append(right.receive(timeout_s=WAIT_S).tensor())
+                if len(kept) % 3 == 0:
+                    kept[-1] = kept[-1].clone()  # what it got is free again
+        for found, tensor in zip(kept, sent, strict=True):
+            check_same("kept", found, tensor)
 
     def test_header_arrives_as_it_was_sent(self) -> None:
         """Every field has its place."""
@@ -290,6 +322,12 @@ def check_same(name: str, found: torch.Tensor, sent: torch.Tensor) -> None:
     assert facts[0] == facts[1], f"{name}: {facts[0]} is not {facts[1]}"
     if resolved is sent and sent.numel():
         assert found.data_ptr() % 64 == sent.data_ptr() % 64, f"{name}: alignment {found.data_ptr() % 64}"
-    bits = [tensor.view(bits_of(tensor.dtype)) for tensor in (found, resolved)]
+    bits = [_as_integers(tensor) for tensor in (found, resolved)]
     assert torch.equal(*bits), f"{name}: bits differ"
     assert not found.requires_grad
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Look at the bits, which are equal where NaNs are not."""
+    parts = torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
+    return parts.view(torch.int64 if parts.dtype == torch.float64 else bits_of(parts.dtype))

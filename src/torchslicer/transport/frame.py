@@ -25,8 +25,9 @@ _TLS = b"\x16\x03"  # how a TLS handshake begins
 VERSION = 1
 HEADER_BYTES = 192
 _FIELDS_BYTES = 64
+_BLOCK = slice(56, 64)
 # magic, version, kind, flags, generation, microbatch, pass_index, payload_bytes, value, stage, leaf, num_leaves,
-# dtype code, ndim, alignment, layout, run, reserved; 8 sizes and 8 strides follow
+# dtype code, ndim, alignment, layout, run, block; 8 sizes and 8 strides follow
 _STRUCT = struct.Struct("<4sBBHIIQQIIHHBBBBQQ")
 
 
@@ -225,13 +226,30 @@ def encode_header(header: FrameHeader) -> bytes:
         raise FrameError(f"{h.describe()}: a field does not fit the header: {error}") from None
 
 
-def decode_header(data: bytes | memoryview, limits: FrameLimits, expect: Expect | None = None) -> FrameHeader:
+def with_block(header: bytes, block: int) -> bytes:
+    """Say in an encoded header that the payload does not follow, but lies in this block of the shared memory."""
+    return b"".join((header[: _BLOCK.start], block.to_bytes(8, "little"), header[_BLOCK.stop :]))
+
+
+def block_of(header: bytes | memoryview) -> int:
+    """Return the block of shared memory that has the payload; 0 if the payload follows.
+
+    >>> block_of(with_block(encode_header(FrameHeader(FrameKind.PING)), 64))
+    64
+    """
+    return int.from_bytes(header[_BLOCK], "little")
+
+
+def decode_header(
+    data: bytes | memoryview, limits: FrameLimits, expect: Expect | None = None, *, shares: bool = False
+) -> FrameHeader:
     """Read a header and check every number in it.
 
     Args:
         data: The 192 bytes.
         limits: The largest payloads to accept.
         expect: Called with the header at last; it raises to refuse what the plan does not foresee.
+        shares: Whether the payload may lie in shared memory.
 
     Raises:
         FrameError: The bytes are no header, or one that is impossible or beyond the limits.
@@ -242,7 +260,7 @@ def decode_header(data: bytes | memoryview, limits: FrameLimits, expect: Expect 
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
     (magic, version, kind, flags, generation, microbatch, pass_index, payload_bytes, value, stage, leaf, num_leaves,
-     code, ndim, alignment, layout, run, reserved) = _STRUCT.unpack_from(data)  # fmt: skip
+     code, ndim, alignment, layout, run, block) = _STRUCT.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         hint = (
             "it speaks TLS, and this side takes plain connections" if magic[:2] == _TLS else "what is connected here?"
@@ -250,8 +268,8 @@ def decode_header(data: bytes | memoryview, limits: FrameLimits, expect: Expect 
         raise FrameError(f"not a TorchSlicer frame: it begins with {magic!r}, not {MAGIC!r}; {hint}")
     if version != VERSION:
         raise FrameError(f"frame version {version}, expected {VERSION}; install the same release on both sides")
-    if kind not in _KINDS or flags > _ALL_FLAGS or reserved:
-        raise FrameError(f"unknown kind {kind}, flags {flags:#x} or reserved field {reserved:#x}")
+    if kind not in _KINDS or flags > _ALL_FLAGS or (block and not shares):
+        raise FrameError(f"unknown kind {kind}, flags {flags:#x} or unexpected block of shared memory {block:#x}")
     if alignment > 63 or leaf >= (num_leaves or 1):
         raise FrameError(f"impossible alignment {alignment} or leaf {leaf} of {num_leaves}")
     geometry = unpack_geometry(bytes(data[_FIELDS_BYTES:]), ndim, code, layout)

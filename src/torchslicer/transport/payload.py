@@ -104,8 +104,13 @@ def _view(tensor: torch.Tensor, num_bytes: int) -> memoryview:
     """Look at a tensor's memory; ten times quicker than through NumPy, and for every dtype."""
     if num_bytes == 0:
         return memoryview(bytearray())
-    memory = _array_type(num_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor
+    return memory_at(tensor.data_ptr(), num_bytes, tensor)
+
+
+def memory_at(address: int, num_bytes: int, owner: object) -> memoryview:
+    """Look at memory, which *owner* keeps alive: it lives as long as what is made of the view."""
+    memory = _array_type(num_bytes).from_address(address)
+    memory.owner = owner
     return memoryview(memory).cast("B")  # ctypes' own view does not know slices
 
 

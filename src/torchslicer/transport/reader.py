@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from torchslicer.errors import DeadlineError, FrameError, PeerClosedError
 from torchslicer.transport.base import ChannelOptions, ChannelStats, Deadline
 from torchslicer.transport.frame import (
@@ -13,9 +15,11 @@ from torchslicer.transport.frame import (
     FrameHeader,
     FrameLimits,
     arrival_of,
+    block_of,
     decode_header,
 )
 from torchslicer.transport.payload import Arrival
+from torchslicer.transport.shared import Borrower
 from torchslicer.transport.stream import TICK_S, Stream
 
 # Small frames come with one system call, header and payload together; of large ones no more than this is copied.
@@ -40,7 +44,8 @@ class FrameReader:
         self._start = self._end = 0
         self._header_deadline: Deadline | None = None
         self._header: FrameHeader | None = None
-        self._arrival: Arrival | None = None
+        self._arrival: Arrival | torch.Tensor | None = None
+        self._borrower: Borrower | None = None
         self._filled = 0
         self._stall: Deadline | None = None
 
@@ -57,10 +62,11 @@ class FrameReader:
         header, arrival = self._header, self._arrival
         assert header is not None
         assert arrival is not None
-        self._read_payload(header, arrival, deadline)
+        if isinstance(arrival, Arrival):
+            self._read_payload(header, arrival, deadline)
         self._header = self._arrival = None
         self._stats.frames_received += 1
-        return Frame(header, arrival.finish())
+        return Frame(header, arrival.finish() if isinstance(arrival, Arrival) else arrival)
 
     def _read_header(self, deadline: Deadline) -> None:
         while self._end - self._start < HEADER_BYTES:
@@ -68,14 +74,28 @@ class FrameReader:
         found = self._scratch[self._start : self._start + HEADER_BYTES]
         self._start += HEADER_BYTES
         self._header_deadline = None
-        header = decode_header(found, self._checks.limits, self._checks.expect)
+        block, shares = block_of(found), self._stream.shares
+        header = decode_header(found, self._checks.limits, self._checks.expect, shares=shares)
+        self._stall = None
+        if block:
+            self._header, self._arrival = header, self._borrow(block, header)
+            return
         arrival = arrival_of(header)
         taken = min(self._end - self._start, header.payload_bytes)
         arrival.view[:taken] = self._scratch[self._start : self._start + taken]
         self._start += taken
         self._stats.bytes_received += HEADER_BYTES + taken
         self._header, self._arrival, self._filled = header, arrival, taken
-        self._stall = None
+
+    def _borrow(self, block: int, header: FrameHeader) -> torch.Tensor:
+        """Return the tensor that lies in the sender's memory; its descriptor came with the first one."""
+        descriptor = self._stream.take_descriptor()
+        if descriptor is not None:
+            self._borrower = Borrower(descriptor)
+        if self._borrower is None:
+            raise FrameError(f"{header.describe()} lies in shared memory of which no descriptor came")
+        self._stats.bytes_received += HEADER_BYTES + header.payload_bytes
+        return self._borrower.borrow(block, header)
 
     def _more(self, deadline: Deadline) -> None:
         """Read something into the scratch memory, or raise."""
@@ -133,6 +153,10 @@ class FrameReader:
         if deadline.passed:
             raise DeadlineError(f"within {deadline.timeout_s:g} s {self._peer} sent only {progress}")
         self._stream.wait_readable(min(deadline.remaining_s, TICK_S))
+
+    def close(self) -> None:
+        """Let go of the sender's memory; tensors that lie in it stay."""
+        self._borrower = None
 
     def _ended(self, where: str) -> PeerClosedError:
         return PeerClosedError(f"{self._peer} closed the connection{where}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import select
 import shutil
@@ -12,13 +11,10 @@ import stat
 import struct
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from torchslicer.transport.address import host_id, join_address, local_peer, split_address
 from torchslicer.transport.base import Deadline
-
-# Windows has none, and local training works there.
-_FCNTL: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") is not None else None
+from torchslicer.transport.posix import FCNTL
 
 # A UNIX socket's default buffer (208 KiB) makes the sender of a larger tensor wait until the receiver has time for it;
 # buffers much beyond the caches make both slower.
@@ -81,17 +77,17 @@ def _locked(folder: Path) -> int:
     """Lock a file in *folder*, and give it its name only then: whoever finds a lock that is free finds nobody there."""
     new = folder / "lock"
     lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    if _FCNTL is None:
+    if FCNTL is None:
         return lock
     with contextlib.suppress(OSError):  # a file system without locks: then nobody takes the folder away
-        _FCNTL.flock(lock, _FCNTL.LOCK_EX | _FCNTL.LOCK_NB)
+        FCNTL.flock(lock, FCNTL.LOCK_EX | FCNTL.LOCK_NB)
         new.rename(folder / _lock_name())
     return lock
 
 
 def _remove_left(within: Path) -> None:
     """Remove the folders in *within* that processes of this user have left when they were killed."""
-    for folder in within.glob(f"{_PREFIX}*") if _FCNTL is not None else ():
+    for folder in within.glob(f"{_PREFIX}*") if FCNTL is not None else ():
         with contextlib.suppress(OSError):  # in use, without a lock that says so, or gone meanwhile
             _remove_if_left(folder)
 
@@ -102,7 +98,7 @@ def _remove_if_left(folder: Path) -> None:
         return
     lock = os.open(folder / _lock_name(), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _FCNTL.flock(lock, _FCNTL.LOCK_EX | _FCNTL.LOCK_NB)
+        FCNTL.flock(lock, FCNTL.LOCK_EX | FCNTL.LOCK_NB)
         _remove_left(folder)
         if not any(folder.glob(f"{_PREFIX}*")):  # else workers live that were started by the one that is gone
             shutil.rmtree(folder)

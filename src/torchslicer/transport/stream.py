@@ -7,30 +7,49 @@ come out as :class:`~torchslicer.errors.PeerClosedError`.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torchslicer.errors import PeerClosedError, TransportError
 from torchslicer.transport.base import Deadline
+from torchslicer.transport.shared import AVAILABLE as SHARED_MEMORY
 
 TICK_S = 0.1
 # How long a write waits for a receiver that takes nothing. While it does take, writing on in the caller's own thread is
 # quickest; when it does not, the caller has other things to do, and a thread goes on.
 _WRITE_TICK_S = 0.004
+# How long a read stays awake for what is likely to come soon, because it came within this time the last time.
+_AWAKE_S, _SOON_S = 100e-6, 200e-6
+_INT_BYTES = struct.calcsize("i")
+_ONE_DESCRIPTOR = socket.CMSG_LEN(_INT_BYTES) if hasattr(socket, "CMSG_LEN") else 0  # the kernel drops any further one
 # A TLS record holds at most this much; what fits is joined, so that header and payload share one.
 _RECORD_BYTES = 16 << 10
+
+_Receive: TypeAlias = "Callable[[memoryview, int, int], int]"
 
 
 class Stream(Protocol):
     """What readers and writers need of a connection."""
 
-    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
-        """Write some of *buffers*; 0 if none could be written now, or within a tick if *wait*."""
+    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool, descriptor: int | None = None) -> int:
+        """Write some of *buffers*; 0 if none could be written now, or within a tick if *wait*.
+
+        The peer gets a copy of *descriptor* with the first byte, where the stream `shares`.
+        """
+
+    @property
+    def shares(self) -> bool:
+        """Whether both ends may use the same memory, by descriptors that they send each other."""
+
+    def take_descriptor(self) -> int | None:
+        """Return the descriptor that has come, whose owner is the caller from now on."""
 
     def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:
         """Read into *view*, if *fill* and possible all of it; 0 at the end of the stream, None if nothing is there."""
@@ -60,11 +79,15 @@ class PlainStream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, int(_WRITE_TICK_S * 1e6)))
         self._socket, self._peer = sock, peer
+        self.shares = SHARED_MEMORY and sock.family == socket.AF_UNIX
+        self._descriptor: int | None = None
+        self._soon = False
 
-    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
+    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool, descriptor: int | None = None) -> int:
         """Write some of *buffers* straight from their memory."""
+        beside = () if descriptor is None else ((socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor)),)
         try:
-            return self._socket.sendmsg(buffers, (), 0 if wait else socket.MSG_DONTWAIT)
+            return self._socket.sendmsg(buffers, beside, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -72,13 +95,50 @@ class PlainStream:
 
     def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:
         """Read into *view*."""
-        flags = (socket.MSG_WAITALL if fill else 0) if wait else socket.MSG_DONTWAIT
+        if fill:  # that is payload, with which no descriptor comes
+            return self._received(self._socket.recv_into, view, socket.MSG_WAITALL if wait else socket.MSG_DONTWAIT)
+        receive = self._read_with_descriptor if self.shares else self._socket.recv_into
+        return self._wait_for_next(receive, view) if wait else self._received(receive, view, socket.MSG_DONTWAIT)
+
+    def _wait_for_next(self, receive: _Receive, view: memoryview) -> int | None:
+        """Wait for what comes next, at first without sleeping if the last time it came soon.
+
+        To fall asleep and be woken takes longer than many an answer does.
+        """
+        began = time.perf_counter()
+        while self._soon and time.perf_counter() - began < _AWAKE_S:
+            count = self._received(receive, view, socket.MSG_DONTWAIT)
+            if count is not None:
+                return count
+        count = self._received(receive, view, 0)
+        self._soon = time.perf_counter() - began < _SOON_S
+        return count
+
+    def _received(self, receive: _Receive, view: memoryview, flags: int) -> int | None:
         try:
-            return self._socket.recv_into(view, 0, flags)
+            return receive(view, 0, flags)
         except BlockingIOError:
             return None
         except OSError as error:
             raise _lost_connection(self._peer, error) from error
+
+    def _read_with_descriptor(self, view: memoryview, _: int, flags: int) -> int:
+        count, beside, _, _ = self._socket.recvmsg_into([view], _ONE_DESCRIPTOR, flags | socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) == _INT_BYTES:
+                self._close_descriptor()
+                [self._descriptor] = struct.unpack("i", data)
+        return count
+
+    def take_descriptor(self) -> int | None:
+        """Return the descriptor that came last."""
+        descriptor, self._descriptor = self._descriptor, None
+        return descriptor
+
+    def _close_descriptor(self) -> None:
+        descriptor = self.take_descriptor()
+        if descriptor is not None:
+            os.close(descriptor)
 
     def wait_readable(self, timeout_s: float) -> None:
         """Wait until there is something to read."""
@@ -100,6 +160,7 @@ class PlainStream:
         """Give the socket back, having read what is there: unread bytes would make the kernel drop the sent ones."""
         _drain(self._socket)
         self._socket.close()
+        self._close_descriptor()
 
 
 class TlsStream:
@@ -111,7 +172,9 @@ class TlsStream:
         self._lock = threading.Lock()
         self._names: tuple[str, ...] = ()
 
-    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool) -> int:
+    shares = False
+
+    def write(self, buffers: Sequence[bytes | memoryview], *, wait: bool, descriptor: int | None = None) -> int:  # noqa: ARG002
         """Encrypt and write some of *buffers*. A retry gets the same bytes again, as OpenSSL asks for."""
         small = len(buffers) > 1 and sum(len(buffer) for buffer in buffers) <= _RECORD_BYTES
         data = memoryview(b"".join(buffers)) if small else buffers[0]
@@ -120,6 +183,10 @@ class TlsStream:
     def read(self, view: memoryview, *, wait: bool, fill: bool = False) -> int | None:  # noqa: ARG002
         """Read into *view*, one record at most."""
         return self._attempt(lambda: self._socket.recv_into(view), wait=wait)
+
+    def take_descriptor(self) -> int | None:
+        """Return None: none can come."""
+        return None
 
     def _attempt(self, operation: Callable[[], int], *, wait: bool) -> int | None:
         """Do what may have to wait for the socket, either way; None if it could not be done now, or within a tick."""

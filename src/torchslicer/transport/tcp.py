@@ -130,6 +130,7 @@ class SocketChannel:
         if self._reading_thread is not None and self._reading_thread is not threading.current_thread():
             self._reading_thread.join(timeout=5)
         with self._receiving:  # whoever still reads has been woken
+            self._reader.close()
             if not self._released:
                 self._released = True
                 self._stream.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchslicer.errors import DeadlineError, PeerClosedError, TransportError
 from torchslicer.transport.base import ChannelOptions, ChannelStats, Deadline
-from torchslicer.transport.frame import HEADER_BYTES, Frame, encode_header
+from torchslicer.transport.frame import HEADER_BYTES, Frame, encode_header, with_block
 from torchslicer.transport.queue import again
+from torchslicer.transport.shared import Lender, worth_lending
 from torchslicer.transport.stream import Stream
+
+_NOTHING = memoryview(b"")
 
 
 class FrameWriter:
@@ -26,6 +29,8 @@ class FrameWriter:
         self._bytes = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._lends = stream.shares
+        self._lender: Lender | None = None
         self.error: TransportError | None = None
 
     def send(self, frame: Frame, timeout_s: float) -> None:
@@ -42,9 +47,12 @@ class FrameWriter:
                 self._wait_for_room(size, Deadline(timeout_s))
             if self.error is not None:
                 raise again(self.error)
-            rest = [memoryview(header), payload] if self._pending else self._write_now(header, payload, size)
+            if self._lends and worth_lending(frame, payload):
+                header, payload = self._lend(frame, header, payload)
+            on_wire = HEADER_BYTES + len(payload)
+            rest = [memoryview(header), payload] if self._pending else self._write_now(header, payload, on_wire)
             if rest:
-                self._enqueue(rest, size)
+                self._enqueue(rest, on_wire)
             self._stats.frames_sent += 1
             self._stats.bytes_sent += size
 
@@ -66,6 +74,10 @@ class FrameWriter:
         """Wait for the thread, after :meth:`end`."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+        with self._changed:
+            if self._lender is not None:
+                self._lender.given()
+                self._lender = None
 
     def _wait_for_room(self, size: int, deadline: Deadline) -> None:
         limit = self._options.send_queue_bytes
@@ -81,7 +93,7 @@ class FrameWriter:
     def _write_now(self, header: bytes, payload: memoryview, size: int) -> list[memoryview]:
         """Write for as long as the receiver keeps taking; return what is left."""
         try:
-            count = self._stream.write((header, payload), wait=True)
+            count = self._write((header, payload))
         except PeerClosedError as error:
             self.end(error)
             raise
@@ -90,6 +102,28 @@ class FrameWriter:
         rest = [memoryview(header), payload]
         _advance(rest, count)
         return rest
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """Write some of *buffers*, and with their first byte the descriptor of the shared memory, if it is new."""
+        lender = self._lender
+        descriptor = None if lender is None else lender.descriptor
+        count = self._stream.write(buffers, wait=True, descriptor=descriptor)
+        if count and lender is not None:
+            lender.given()
+        return count
+
+    def _lend(self, frame: Frame, header: bytes, payload: memoryview) -> tuple[bytes, memoryview]:
+        """Put the payload into the shared memory, if there is room; return what is to be written."""
+        if self._lender is None:
+            if self._pending:  # the next bytes are no header, and with a header the descriptor must go
+                return header, payload
+            try:
+                self._lender = Lender(self._options.send_queue_bytes)
+            except (OSError, ValueError):
+                self._lends = False
+                return header, payload
+        block = self._lender.lend(frame.tensor().data_ptr(), len(payload), frame.header.alignment)
+        return (header, payload) if block is None else (with_block(header, block), _NOTHING)
 
     def _enqueue(self, buffers: list[memoryview], size: int) -> None:
         self._pending.append((buffers, size))
@@ -121,7 +155,7 @@ class FrameWriter:
     def _write_all(self, buffers: list[memoryview]) -> None:
         stall = Deadline(self._options.stall_timeout_s)
         while self.error is None:
-            count = self._stream.write(buffers, wait=True)
+            count = self._write(buffers)
             if count:
                 stall = Deadline(self._options.stall_timeout_s)
                 if _advance(buffers, count):
