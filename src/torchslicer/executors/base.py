@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from torchslicer.cluster.shipping.builder import Builder
+from torchslicer.errors import RunError
 from torchslicer.graph.modes import ModeGraphs
 from torchslicer.pipeline.batch import Batch
 from torchslicer.pipeline.criterion import Criterion
@@ -32,6 +33,11 @@ class Cut:
     def num_stages(self) -> int:
         """Number of stages."""
         return self.stage_of[-1] + 1
+
+
+def no_run() -> RunError:
+    """Return the error of a step outside of any run."""
+    return RunError("no run is in progress any more; was the executor closed or torn down by a callback?")
 
 
 @dataclass(frozen=True)

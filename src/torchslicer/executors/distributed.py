@@ -19,7 +19,7 @@ from torchslicer.cluster.run import ClusterRun, RunSettings
 from torchslicer.config import RunConfig
 from torchslicer.discovery import CoordinatorDiscovery, StaticDiscovery
 from torchslicer.errors import ConfigError, DeadlineError, TransportError, WorkerFailureError
-from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
+from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming, no_run
 from torchslicer.executors.checks import check_enough, check_inputs_stay, check_members, check_statistics
 from torchslicer.executors.described import arguments_checked, choose_address, choose_discovery, discovery_timeout_s
 from torchslicer.executors.hosted import HostedStage
@@ -142,8 +142,6 @@ class DistributedExecutor:
             gate=gate,
         )
         self.address = self.join_command = ""
-        if isinstance(self.discovery, CoordinatorDiscovery):
-            self._listen(coordinator_addr, gate)
         self._host = None if host_stage is None else HostedStage(self.coordinator, host_threads)
         self._local = LocalExecutor()
         self._generation = 0
@@ -152,15 +150,17 @@ class DistributedExecutor:
         self._options: TrainingOptions | None = None
         self._sent: _Sent | None = None
         self._rate: _Rate | None = None
-        _import_ahead()
+        try:
+            if isinstance(self.discovery, CoordinatorDiscovery):
+                self._listen(coordinator_addr, gate)
+            _import_ahead()
+        except BaseException:  # Ctrl-C too: nobody has the executor yet to close it
+            self.close()
+            raise
 
     def _listen(self, address: str, gate: Any) -> None:
         """Open the port that workers register at."""
-        try:
-            listener = TcpListener(address, tls=self.protection.server, options=ChannelOptions(limits=STRANGER))
-        except TransportError:
-            self.coordinator.close()
-            raise
+        listener = TcpListener(address, tls=self.protection.server, options=ChannelOptions(limits=STRANGER))
         self.address = listener.address
         self.join_command, self.coordinator.how_to_start = how_to_start(self.address, gate, self.protection)
         self.coordinator.listen(listener)
@@ -356,7 +356,7 @@ class DistributedExecutor:
 
     def _running(self) -> tuple[ClusterRun, TrainingOptions]:
         if self._run is None or self._options is None:
-            raise RuntimeError("the executor was not set up")
+            raise no_run()
         return self._run, self._options
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming
+from torchslicer.executors.base import Cut, ForwardResult, StepResult, Upcoming, no_run
 from torchslicer.executors.checks import check_changing_buffers
 from torchslicer.graph.modes import evaluation_mode
 from torchslicer.pipeline.batch import Batch
@@ -104,7 +104,7 @@ class LocalExecutor:
 
     def _running(self) -> _LocalRun:
         if self._run is None:
-            raise RuntimeError("the executor was not set up")
+            raise no_run()
         return self._run
 
 
