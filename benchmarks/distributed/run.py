@@ -22,7 +22,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PLAIN = ("plain_t1", "plain_t2")
-OURS = ("ours_plain", "ours_gpipe4", "ours_1f1b4", "ours_1f1b8", "ours_tcp_1f1b4", "ours_grpc_1f1b4")
+OURS = (
+    *("ours_plain", "ours_gpipe2", "ours_gpipe4", "ours_1f1b2", "ours_1f1b4", "ours_1f1b8"),
+    *("ours_tcp_gpipe4", "ours_tcp_1f1b4", "ours_grpc_gpipe4", "ours_grpc_1f1b4"),
+)
 P2P = ("ours_p2p_1f1b4", "ours_p2p_1f1b8", "ours_p2p_tcp_1f1b4", "ours_p2p_grpc_1f1b4")
 PEERS = ("ts_grpc_gpipe4", "ts_tcp_gpipe4", "pp_gpipe4", "pp_1f1b4", "pp_1f1b8")
 PEER_CODE = """
@@ -140,10 +143,14 @@ def first_step(ts, first: dict):
 
 CONFIGURATIONS = {
     "ours_plain": ("unix", "gpipe", 1),
+    "ours_gpipe2": ("unix", "gpipe", 2),
     "ours_gpipe4": ("unix", "gpipe", 4),
+    "ours_1f1b2": ("unix", "1f1b", 2),
     "ours_1f1b4": ("unix", "1f1b", 4),
     "ours_1f1b8": ("unix", "1f1b", 8),
+    "ours_tcp_gpipe4": ("tcp", "gpipe", 4),
     "ours_tcp_1f1b4": ("tcp", "1f1b", 4),
+    "ours_grpc_gpipe4": ("grpc", "gpipe", 4),
     "ours_grpc_1f1b4": ("grpc", "1f1b", 4),
 }
 
