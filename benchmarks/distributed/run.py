@@ -23,10 +23,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PLAIN = ("plain_t1", "plain_t2")
 OURS = (
-    *("ours_plain", "ours_gpipe2", "ours_gpipe4", "ours_1f1b2", "ours_1f1b4", "ours_1f1b8"),
+    *(
+        "ours_plain",
+        "ours_gpipe2",
+        "ours_gpipe4",
+        "ours_1f1b2",
+        "ours_1f1b4",
+        "ours_1f1b8",
+        "ours_eager4",
+        "ours_eager8",
+    ),
     *("ours_tcp_gpipe4", "ours_tcp_1f1b4", "ours_grpc_gpipe4", "ours_grpc_1f1b4"),
+    *("ours_tcp_eager4", "ours_grpc_eager4"),
 )
-P2P = ("ours_p2p_1f1b4", "ours_p2p_1f1b8", "ours_p2p_tcp_1f1b4", "ours_p2p_grpc_1f1b4")
+P2P = ("ours_p2p_1f1b4", "ours_p2p_1f1b8", "ours_p2p_eager4", "ours_p2p_tcp_1f1b4", "ours_p2p_grpc_1f1b4")
 PEERS = ("ts_grpc_gpipe4", "ts_tcp_gpipe4", "pp_gpipe4", "pp_1f1b4", "pp_1f1b8")
 PEER_CODE = """
 import json, os, sys
@@ -148,6 +158,10 @@ CONFIGURATIONS = {
     "ours_1f1b2": ("unix", "1f1b", 2),
     "ours_1f1b4": ("unix", "1f1b", 4),
     "ours_1f1b8": ("unix", "1f1b", 8),
+    "ours_eager4": ("unix", "eager-1f1b", 4),
+    "ours_eager8": ("unix", "eager-1f1b", 8),
+    "ours_tcp_eager4": ("tcp", "eager-1f1b", 4),
+    "ours_grpc_eager4": ("grpc", "eager-1f1b", 4),
     "ours_tcp_gpipe4": ("tcp", "gpipe", 4),
     "ours_tcp_1f1b4": ("tcp", "1f1b", 4),
     "ours_grpc_gpipe4": ("grpc", "gpipe", 4),

@@ -174,7 +174,7 @@ class SlicedModel:
             use_gpipe: GPipe micro-batches, as many as *n_micro_batches* says.
             n_micro_batches: Pieces of a batch; ``num_microbatches`` is another name for it.
             num_microbatches: The same.
-            schedule: ``"gpipe"``, ``"1f1b"`` or a registered one.
+            schedule: ``"gpipe"``, ``"1f1b"``, ``"eager-1f1b"`` or a registered one.
             scheduler: ``{"name": "StepLR", "params": {...}, "interval": "epoch" | "step"}`` or a factory.
             max_grad_norm: Clip gradients by their norm over all stages.
             accumulate: Batches in one optimizer step.

@@ -27,8 +27,12 @@ def one_f_one_b(m: int) -> Options:
     return {"schedule": "1f1b", "n_micro_batches": m}
 
 
+def eager(m: int) -> Options:
+    return {"schedule": "eager-1f1b", "n_micro_batches": m}
+
+
 # Everything in one group has the same micro-batches, so it must have the same bits.
-FULL_GROUPS = {1: (PLAIN,), 2: (gpipe(2),), 4: (gpipe(4), one_f_one_b(4)), 7: (gpipe(7),)}
+FULL_GROUPS = {1: (PLAIN,), 2: (gpipe(2),), 4: (gpipe(4), one_f_one_b(4), eager(4)), 7: (gpipe(7),)}
 FULL = [(case, spec, m) for case in MAIN for spec in OPTIMIZERS for m in FULL_GROUPS]
 SPECS = {"mlp": SGD, "resnet18": SGD, "unet": ADAM, "gpt": ADAMW, "lstm": ADAM, "moe": SGD}
 QUICK = [case for case in MAIN if case.name != "resnet18"]

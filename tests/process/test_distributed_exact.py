@@ -22,14 +22,16 @@ pytestmark = [
 PLAIN: dict[str, Any] = {}
 GPIPE: dict[str, Any] = {"schedule": "gpipe", "n_micro_batches": 4}
 ONE_F_ONE_B: dict[str, Any] = {"schedule": "1f1b", "n_micro_batches": 4}
-SCHEDULES = {"plain": PLAIN, "gpipe": GPIPE, "1f1b": ONE_F_ONE_B}
+EAGER: dict[str, Any] = {"schedule": "eager-1f1b", "n_micro_batches": 4}
+SCHEDULES = {"plain": PLAIN, "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "eager-1f1b": EAGER}
 SPECS = {"mlp": SGD, "resnet18": SGD, "unet": ADAM, "gpt": ADAMW, "lstm": ADAM, "moe": SGD}
 CASES = {case.name: case for case in MAIN}
 QUICK_STEPS, FULL_STEPS = 4, 20
 
-# Every model with every schedule; n and transport vary along, so that each pair of values comes up somewhere.
+# Every model with plain, GPipe and 1F1B; n and transport vary along, so that each pair of values comes up somewhere.
 QUICK = [
     ("mlp", "plain", 2, "unix"), ("mlp", "gpipe", 3, "tcp"), ("mlp", "1f1b", 4, "grpc"),
+    ("mlp", "eager-1f1b", 3, "unix"), ("gpt", "eager-1f1b", 2, "tcp"),
     ("unet", "plain", 3, "grpc"), ("unet", "gpipe", 4, "unix"), ("unet", "1f1b", 2, "tcp"),
     ("gpt", "plain", 4, "tcp"), ("gpt", "gpipe", 2, "grpc"), ("gpt", "1f1b", 3, "unix"),
     ("lstm", "plain", 2, "grpc"), ("lstm", "gpipe", 3, "unix"), ("lstm", "1f1b", 4, "tcp"),

@@ -16,6 +16,7 @@ from torchslicer.schedule import (
     Costs,
     Schedule,
     add_communication,
+    eager_one_f_one_b,
     fuse,
     gpipe,
     one_f_one_b,
@@ -26,7 +27,7 @@ from torchslicer.schedule import (
 )
 
 COUNTS = st.integers(1, 7)
-MAKERS = st.sampled_from([gpipe, one_f_one_b])
+MAKERS = st.sampled_from([gpipe, one_f_one_b, eager_one_f_one_b])
 SCHEDULES = st.builds(lambda make, stages, count: make(stages, count), MAKERS, COUNTS, COUNTS)
 NUMBERS = st.integers(0, 10**6)
 ACTIONS = st.one_of(

@@ -10,6 +10,7 @@ from torchslicer.schedule import (
     ActionKind,
     Schedule,
     add_communication,
+    eager_one_f_one_b,
     forward_only,
     fuse,
     gpipe,
@@ -19,7 +20,7 @@ from torchslicer.schedule import (
     validate,
 )
 
-MAKERS = [gpipe, one_f_one_b]
+MAKERS = [gpipe, one_f_one_b, eager_one_f_one_b]
 
 
 def parse(stages: int, microbatches: int, *ranks: str, boundaries: str | None = None) -> Schedule:

@@ -12,6 +12,7 @@ from torchslicer.schedule import (
     Costs,
     Schedule,
     add_communication,
+    eager_one_f_one_b,
     forward_only,
     fuse,
     gpipe,
@@ -30,7 +31,7 @@ COSTS: list[tuple[int | Fraction, int | Fraction, int | Fraction]] = [
 ]
 
 
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, eager_one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_bubble_formulas_are_exact(make: Callable[[int, int], Schedule], p: int, m: int) -> None:
     for forward, backward, weight in COSTS:
@@ -45,6 +46,8 @@ def test_bubble_formulas_are_exact(make: Callable[[int, int], Schedule], p: int,
 def test_peaks_in_flight(p: int, m: int) -> None:
     assert [simulate(gpipe(p, m)).peak_in_flight(rank) for rank in range(p)] == [m] * p
     assert [simulate(one_f_one_b(p, m)).peak_in_flight(rank) for rank in range(p)] == [min(m, p - r) for r in range(p)]
+    eager = simulate(eager_one_f_one_b(p, m))
+    assert [eager.peak_in_flight(rank) for rank in range(p)] == [min(m, 2 * (p - r) - 1) for r in range(p)]
 
 
 @pytest.mark.parametrize(("p", "m", "bubble"), [(4, 8, 0.2727), (4, 16, 0.1579), (8, 32, 0.1795)])
@@ -142,7 +145,7 @@ def test_floats_give_floats() -> None:
     assert timeline.bubble_fraction == pytest.approx(3 / 11)
 
 
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, eager_one_f_one_b])
 def test_free_communication_changes_no_time(make: Callable[[int, int], Schedule]) -> None:
     costs = Costs(forward=[1, 4, 2], backward=[3, 1, 1], weight=[0, 5, 2])
     plain, sent = (simulate(schedule, costs) for schedule in (make(3, 5), add_communication(make(3, 5))))
@@ -193,7 +196,7 @@ def test_a_deadlock_is_shown() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, eager_one_f_one_b])
 def test_large_schedules_are_simulated_in_seconds(make: Callable[[int, int], Schedule]) -> None:
     timeline = simulate(make(64, 4096))
     assert timeline.bubble_fraction == Fraction(63, 4096 + 63)

@@ -52,7 +52,7 @@ class Settings:
 @click.option("--n", "-n", "n", type=int, default=3, show_default=True, help="Number of stages.")
 @click.option(
     "--schedule",
-    type=click.Choice(["gpipe", "1f1b", "plain"]),
+    type=click.Choice(["gpipe", "1f1b", "eager-1f1b", "plain"]),
     default="gpipe",
     show_default=True,
     help="Order of work.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchslicer.schedule.actions import Action, ActionKind, Schedule
 from torchslicer.schedule.draw import draw_svg, draw_text
 from torchslicer.schedule.generators import (
+    eager_one_f_one_b,
     forward_only,
     generate,
     gpipe,
@@ -25,6 +26,7 @@ __all__ = [
     "add_communication",
     "draw_svg",
     "draw_text",
+    "eager_one_f_one_b",
     "forward_only",
     "fuse",
     "generate",

@@ -55,7 +55,7 @@ def schedule_names() -> tuple[str, ...]:
     """The names that `generate` knows, sorted.
 
     >>> schedule_names()
-    ('1f1b', 'gpipe')
+    ('1f1b', 'eager-1f1b', 'gpipe')
     """
     return tuple(sorted(_GENERATORS))
 
@@ -119,6 +119,24 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     0F0,0B0,0F1,0B1,0STEP
     """
     return _one_rank_a_stage("1f1b", num_stages, num_microbatches, lambda stage: num_stages - stage)
+
+
+@register_schedule("eager-1f1b")
+def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B with twice the warm-up, which hides the time that values spend on the way (Zhuang et al., 2023, eager-1F1B).
+
+    A value that stage r sends and the gradient that comes back for it travel while the stage computes other
+    micro-batches: it holds up to 2(p - r) - 1 of them, where 1F1B holds p - r. One rank a stage.
+
+    Raises:
+        ScheduleError: a count is not positive.
+
+    >>> print(eager_one_f_one_b(2, 4).to_text(), end="")
+    schedule eager-1f1b stages=2 microbatches=4 ranks=2
+    0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3,0STEP
+    1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1STEP
+    """
+    return _one_rank_a_stage("eager-1f1b", num_stages, num_microbatches, lambda stage: 2 * (num_stages - stage) - 1)
 
 
 def _one_rank_a_stage(
