@@ -17,7 +17,7 @@ from torchslicer.schedule import Schedule, draw_svg, draw_text, generate, peak_i
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the picture to this file.")
 @click.option("--csv/--text", "as_csv", default=False, help="Print each rank's list of actions instead of a picture.")
 def schedule(*, name: str, n: int, microbatches: int, svg: Path | None, as_csv: bool) -> None:
-    """Draw a schedule (gpipe, 1f1b, eager-1f1b, plain): who does what when, the bubble, and the micro-batches in flight.
+    """Draw a schedule (gpipe, 1f1b, eager-1f1b, plain): who does what when, the bubble, the micro-batches in flight.
 
     F is a forward, B a backward, both taken to be of the same length; a dot is a slot in which a rank waits.
     """
