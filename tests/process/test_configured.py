@@ -226,10 +226,7 @@ def test_a_worker_that_would_join_is_told_that_there_is_nothing_to_join(
     secured: DistributedExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     joining = secured.join_command.split()[-1]
-    with (
-        caplog.at_level(logging.WARNING),
-        DistributedExecutor(coordinator_addr="127.0.0.1:0") as plain,
-        pytest.raises(SecurityError, match="takes plain connections prints no join string"),
-    ):
-        run_worker(plain.address, join=joining, device="cpu")
-    assert "it speaks TLS, and this side takes plain connections" in caplog.text
+    with caplog.at_level(logging.WARNING), DistributedExecutor(coordinator_addr="127.0.0.1:0") as plain:
+        with pytest.raises(SecurityError, match="takes plain connections prints no join string"):
+            run_worker(plain.address, join=joining, device="cpu")
+        until(lambda: "it speaks TLS, and this side takes plain connections" in caplog.text)

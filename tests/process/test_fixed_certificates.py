@@ -272,7 +272,7 @@ def serve(label, options):
     try:
         ts.run_worker(device="cpu", threads=1, **options)
     except ts.TorchSlicerError as error:
-        print(label, type(error).__name__, error, flush=True)
+        print(f"{label} {type(error).__name__} {error}\\n", end="", flush=True)  # whole: others print too
 
 for label, options in json.loads(sys.argv[1]):
     threading.Thread(target=serve, args=(label, options)).start()
